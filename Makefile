@@ -2,10 +2,11 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: spank help setup demo soak test lint unit beside unit-beside histories isolated on-lab images integration test-slow test-trixie mutants docs clean
+.PHONY: spank help setup demo demo-preempt soak test lint unit beside unit-beside histories isolated on-lab images integration test-slow test-trixie mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
+	@echo "make demo-preempt  another story: urgent jobs take the places of others, which move or are saved, and go on"
 	@echo "make soak       jobs of all kinds for two hours while every component is killed: MINUTES=120, SEED=1 (root)"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make spank      Slurm's plugin for VMs inside jobs, into var/spank"
@@ -21,6 +22,9 @@ setup:
 
 demo: spank
 	@multiverse demo
+
+demo-preempt: spank
+	@multiverse demo --preempt
 
 soak: setup
 	@nice -n 10 multiverse soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))

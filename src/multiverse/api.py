@@ -47,6 +47,19 @@ class JobUsageView:
 
 
 @dataclass(frozen=True, slots=True)
+class JobEvictionView:
+    """A running job was to leave its host."""
+
+    at: float  # when that began
+    way: str  # move, or save: it goes on elsewhere in another run
+    host: str  # that it left; empty where names of hosts are not shown
+    reason: str
+    memory: int  # MiB of its VMs, which were sent
+    took: float | None  # seconds until it went on elsewhere; null: it has not
+    under_way: bool = False  # it has not gone on yet; if it has not at all, it stayed on its host
+
+
+@dataclass(frozen=True, slots=True)
 class JobView:
     """One attempt of a job."""
 
@@ -71,6 +84,7 @@ class JobView:
     stage: str = ""  # waiting, provisioning, running or ending; empty if it has ended
     user: str = ""  # a name; the uid while the name is not known
     order: int = 0  # its place in the queue, as far as the scheduler tells
+    evictions: tuple[JobEvictionView, ...] = ()  # of the job, also by earlier attempts: the latest ten
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +300,21 @@ class HostsChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class EvictionView:
+    """A running job that would leave its host now."""
+
+    method: str  # drain or preemption
+    job_id: str
+    vm: str  # its VM on that host
+    host: str
+    target: str  # the host to which the VM would move; empty: the job would be saved
+    memory: int  # MiB to be sent
+    reason: str
+    held: str = ""  # the limit by which that does not begin; empty: it does
+    held_since: float | None = None  # since when that limit holds evictions for this reason; null: it does not
+
+
+@dataclass(frozen=True, slots=True)
 class VmIdentity:
     """What one guest reports about itself."""
 
@@ -325,6 +354,7 @@ AlertKind = Literal[
     "effect",
     "orphan",
     "unserved",
+    "eviction",
 ]
 
 Severity = Literal["critical", "warning", "notice"]
@@ -451,6 +481,7 @@ class ExplanationView:
     expected: float | None  # when it starts at the latest; null: nobody can tell
     hosts: tuple[HostGroupView, ...] = ()  # all hosts of the site, while it waits for VMs
     reasons: tuple[ReasonView, ...] = ()  # the sentences of `text` as values
+    evictions: tuple[JobEvictionView, ...] = ()  # as in JobView
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,6 +625,17 @@ class RatesView:
 
 
 @dataclass(frozen=True, slots=True)
+class EvictionCounts:
+    """How many evictions of one kind have begun in the last six hours, or since the daemon's start."""
+
+    way: str  # move or save
+    cause: str  # drain, preemption or operator
+    step: float  # seconds of one entry of `begun`; the newest is the last, and not over yet
+    begun: tuple[int, ...]
+    failed: int  # by which a job did not leave its host
+
+
+@dataclass(frozen=True, slots=True)
 class SummaryView:
     """What is said of the whole."""
 
@@ -605,6 +647,7 @@ class SummaryView:
     vms: Mapping[str, int]  # by state
     sources: Mapping[str, str]  # each with why it is unknown; empty: it is known
     rates: RatesView
+    evictions: tuple[EvictionCounts, ...] = ()  # of kinds that there were
 
 
 @dataclass(frozen=True, slots=True)
@@ -618,6 +661,7 @@ class Snapshot:
     vms: tuple[VmView, ...]
     jobs: tuple[JobView, ...]
     alerts: tuple[Alert, ...]
+    evictions: tuple[EvictionView, ...] = ()  # that a limit holds back
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,7 +674,9 @@ class Delta:
     vms: tuple[VmView, ...] = ()
     jobs: tuple[JobView, ...] = ()
     alerts: tuple[Alert, ...] = ()
-    # Keys of documents that are gone: names, numbers of attempts for jobs, kind and name for alerts.
+    evictions: tuple[EvictionView, ...] = ()
+    # Keys of documents that are gone: names, numbers of attempts for jobs, kind and name for alerts, method and VM for
+    # evictions.
     gone: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -658,6 +704,7 @@ class HostRequest(BaseModel):
     reason: str = Field(default="", max_length=200)  # of a drain
     begins: float | None = Field(default=None, ge=0, le=1e11)  # when a drain begins; null: now
     move: bool = False  # at a drain: VMs of running jobs move to other hosts
+    save: bool = False  # at a drain: running jobs that no other host takes are saved
 
 
 class MoveRequest(BaseModel):

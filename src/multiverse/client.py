@@ -70,6 +70,10 @@ class Client:
     def leases(self) -> list[dict[str, Any]]:
         return list(self._call("GET", "/leases"))
 
+    def evictions(self) -> list[dict[str, Any]]:
+        """The running jobs that would leave their hosts now; see `api.EvictionView`."""
+        return list(self._call("GET", "/evictions"))
+
     def saved(self) -> list[dict[str, Any]]:
         return list(self._call("GET", "/saved"))
 

@@ -466,6 +466,20 @@ class MoveSettings:
 
 
 @dataclass(frozen=True)
+class RebalanceSettings:
+    """Running jobs leave their hosts: their VMs move, or are saved and go on later."""
+
+    drains: bool = True  # off hosts that are drained with --move or --save
+    maintenance: bool = True  # off hosts that a reservation of Slurm with the flag MAINT names, before it begins
+    notice: Annotated[float, Field(ge=0, le=86400)] = 900.0  # seconds before that
+    preemption: bool = True  # for jobs that may preempt them by Slurm's own rules (PreemptType)
+    at_once: Positive = 8  # jobs of the site
+    bandwidth: Natural = 0  # MiB/s that all of them may send; 0: any
+    per_job: Annotated[int, Field(ge=1, le=10)] = 6  # evictions of one job in an hour
+    alert_after: Seconds = 600.0  # for which a limit holds evictions back until that is an alert
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the daemon and of the agents."""
 
@@ -499,8 +513,14 @@ class Settings:
     pool: tuple[PoolSettings, ...] = ()
     save: SaveSettings = field(default_factory=SaveSettings)
     move: MoveSettings = field(default_factory=MoveSettings)
+    rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     lease: tuple[LeaseSettings, ...] = ()
     overflow: tuple[OverflowSettings, ...] = ()
+
+    @property
+    def preempts(self) -> bool:
+        """Whether running jobs in VMs may give way to urgent ones."""
+        return self.rebalance.preemption and (self.save.enabled or self.move.enabled)
 
 
 def load(path: Path) -> Settings:

@@ -21,7 +21,7 @@ import structlog
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
-from multiverse.core.model.job import Job, JobRef, SchedulerPart, SchedulerView
+from multiverse.core.model.job import Job, JobRef, Preemption, SchedulerPart, SchedulerView
 from multiverse.core.model.vm import TemplateKey
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.ports.around import PortCall, around
@@ -134,6 +134,7 @@ def scheduler_view(view: SchedulerView) -> View:
     return {
         "jobs": {job_id: _job(job) for job_id, job in view.jobs.items()},
         "nodes": {name: str(node.state) for name, node in view.nodes.items()},
+        **({"preemption": _preemption(view.preemption)} if view.preemption else {}),
     }
 
 
@@ -180,8 +181,22 @@ def _job(job: Job) -> dict[str, Any]:
         },
         "problem": job.problem,
         **({"origin": job.origin, "at_origin": job.at_origin} if job.origin else {}),
+        **({"preempt_class": job.preempt_class} if job.preempt_class else {}),
         "result": job.result,
         "exit_code": job.exit_code,
+    }
+
+
+def _preemption(rules: Preemption) -> dict[str, Any]:
+    """What applies to each class."""
+    return {
+        name: {
+            "takes": sorted(rules.takes.get(name, ())),
+            "mode": rules.modes.get(name, "off"),
+            "exempt": rules.exempt.get(name, 0.0),
+            "grace": rules.grace.get(name, 0.0),
+        }
+        for name in sorted({*rules.takes, *rules.modes})
     }
 
 

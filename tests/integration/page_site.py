@@ -1,6 +1,6 @@
 """A simulated site in real time with the daemon's web page, for tests in a browser and for looking at it:
 
-    python -m tests.integration.page_site PORT [--jobs N] [--hosts N] [--trouble] [--moves]
+    python -m tests.integration.page_site PORT [--jobs N] [--hosts N] [--trouble] [--moves] [--evictions]
 
 The controller, the publisher and the page are the daemon's own; scheduler, hosts and guests are the simulation's.
 """
@@ -23,12 +23,13 @@ from typing import Any
 
 import structlog
 
-from multiverse.config import Settings
+from multiverse.config import RebalanceSettings, SaveSettings, Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import Host, MachineKind
+from multiverse.core.model.host import Drain, Host, MachineKind
 from multiverse.core.model.job import JobState
+from multiverse.core.model.saved import Storage
 from multiverse.core.model.vm import VmState
 from multiverse.core.transition import Command
 from multiverse.service.api import make_api
@@ -40,6 +41,8 @@ from multiverse.service.web import make_web
 from multiverse.store import Store
 from multiverse_lab.bench.viewers import ViewersPlan, blocked_site
 from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.generate_evicting import RULES
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.world import SimulatedWorld, WorldSettings
@@ -66,7 +69,8 @@ class NobodyCounts:
 def hosts(number: int) -> tuple[Host, ...]:
     return tuple(
         Host(f"node{n:02d}", Size((16, 32, 24)[n % 3], (65536, 131072, 98304)[n % 3], 1 << 22), ABILITIES,
-             Size(32, 131072, 1 << 22), "kvm", features=frozenset({"vhost-net", "huge-pages"}), moves=MACHINE)
+             Size(32, 131072, 1 << 22), "kvm", features=frozenset({"vhost-net", "huge-pages"}), moves=MACHINE,
+             storage=Storage("shared", "qemu"))
         for n in range(1, number + 1)
     )  # fmt: skip
 
@@ -86,6 +90,7 @@ async def submit(world: SimulatedWorld, rng: Random, waiting: int, seconds: tupl
                     nodes=nodes,
                     size=size,
                     limit=600,
+                    preempt_class="low",
                 )
             )
         await asyncio.sleep(rng.uniform(0.2, 0.8))
@@ -108,9 +113,22 @@ async def moves(controller: Controller, rng: Random) -> None:
                 await controller.command(Command("move", job=rng.choice(sorted(vm.name for vm in serving))))
 
 
+async def evictions(world: SimulatedWorld, controller: Controller) -> None:
+    """A host is drained, with more jobs than may be evicted at once; urgent jobs come, which others give way to."""
+    await asyncio.sleep(15)
+    drain = Drain(time.time(), "a fan is to be replaced", moves=True, saves=True)
+    await controller.command(Command("drain", host="node02", drain=drain))
+    while True:
+        world.cluster.submit(Batch("urgent", 1001, 20.0, size=SIZES[4], limit=600, preempt_class="high", priority=3000))
+        await asyncio.sleep(8)
+
+
 async def serve(given: argparse.Namespace) -> None:
     settings, seconds = replace(Settings(), poll=1.0), (given.seconds / 8, given.seconds)
-    world, clock = SimulatedWorld(7, WorldSettings(hosts=hosts(given.hosts))), RealClock()
+    if given.evictions:
+        settings = replace(settings, save=SaveSettings(enabled=True), rebalance=RebalanceSettings(at_once=2))
+    cluster = ClusterSettings(preemption=RULES if given.evictions else None)
+    world, clock = SimulatedWorld(7, WorldSettings(hosts=hosts(given.hosts), cluster=cluster)), RealClock()
     store = Store(":memory:", clock, site="aurora")
     controller = Controller(store, world.scheduler(Random(1)), world.hypervisor(Random(2)), clock, settings, Random(3))
     world.cluster.hint = controller.hint
@@ -122,6 +140,8 @@ async def serve(given: argparse.Namespace) -> None:
     work = [asyncio.create_task(controller.run()), asyncio.create_task(submit(world, Random(5), given.jobs, seconds))]
     if given.trouble:
         work.append(asyncio.create_task(trouble(world, None)))
+    if given.evictions:
+        work.append(asyncio.create_task(evictions(world, controller)))
     if given.moves:
         work.append(asyncio.create_task(moves(controller, Random(8))))
     sock = socket.create_server(("127.0.0.1", given.port))
@@ -155,6 +175,7 @@ def main() -> None:
     words.add_argument("--hosts", type=int, default=6)
     words.add_argument("--trouble", action="store_true")
     words.add_argument("--moves", action="store_true")
+    words.add_argument("--evictions", action="store_true")
     words.add_argument("--seconds", type=float, default=90.0, help="that a job runs at most")
     words.add_argument("--api", action="store_true", help="serve the daemon's API instead of the page")
     words.add_argument("--blocked", action="store_true")

@@ -46,7 +46,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "scrape_interval: 15s", "scrape_interval: 1s"
     )
     (directory / "prometheus.yml").write_text(config)
-    words = ["--trouble", "--jobs", "12", "--hosts", "3", "--seconds", "10"]
+    words = ["--trouble", "--evictions", "--jobs", "12", "--hosts", "3", "--seconds", "10"]
     site = subprocess.Popen([sys.executable, "-m", "tests.integration.page_site", str(site_port), *words], cwd=ROOT)
     server = subprocess.Popen(
         ["prometheus", f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data",

@@ -17,14 +17,16 @@ from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import EqualHosts, JobLimit, JobLimits
-from multiverse.core.model.job import YEAR, Job, JobRef, JobState, NodeState, SchedulerView
+from multiverse.core.model.job import YEAR, Job, JobRef, JobState, NodeState, Preemption, SchedulerView
 from multiverse.drivers.slurm.command import Completed, SlurmCommands, execute
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.reading.nodes import reached_nodes
 from multiverse.drivers.slurm.site.conf import CHECKED_EVERY
 from multiverse.drivers.slurm.submission import Hint, hints
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
 from tests.integration.fake_guest import SITE, FakeGuest, node_spec
-from tests.integration.watch import accounted
+from tests.integration.watch import accounted, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
@@ -645,6 +647,60 @@ def test_a_broken_script_closes_multiverses_partitions_only(lab: Any, breaks: Ca
     assert lab.run(*change, user=lab.user, check=False).returncode != 0
     lab.run(*change)  # the controller may still change jobs
     assert elsewhere() == before
+
+
+PREEMPTION = """\
+AccountingStorageEnforce=associations,qos
+PreemptType=preempt/qos
+PreemptMode=REQUEUE
+PreemptExemptTime=00:05:00
+"""
+
+
+@pytest.fixture
+def preempting(lab: Any) -> Iterator[None]:
+    """Slurm preempts jobs by their QOS during a test."""
+
+    def sacctmgr(*words: str, check: bool = True) -> None:
+        lab.run("sacctmgr", "-i", *words, check=check)
+
+    sacctmgr("add", "account", "physics", "Description=physics", "Organization=lab")
+    sacctmgr("add", "qos", "low", "PreemptMode=cancel", "GraceTime=120", "PreemptExemptTime=1-00:00:10")
+    sacctmgr("add", "qos", "urgent", "Preempt=low,normal")
+    sacctmgr("add", "user", lab.user.name, "account=physics", "qos=low,urgent")
+    site = lab.where.etc / "site.conf"
+    try:
+        site.write_text(PREEMPTION)
+        asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
+        yield
+    finally:
+        site.write_text("")
+        lab.run("scancel", f"--user={lab.user.name}", check=False)
+        until("no job of the user is left", lambda: not lab.run("squeue", "-h", "-u", lab.user.name).stdout)
+        sacctmgr("delete", "account", "physics", check=False)
+        sacctmgr("delete", "qos", "low,urgent", check=False)
+        asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("preempting")
+async def test_slurms_own_preemption_by_qos_is_shown(lab: Any, scheduler: SlurmScheduler) -> None:
+    low, urgent = (lab.sbatch("true", f"--qos={qos}") for qos in ("low", "urgent"))
+    view = await scheduler.observe()
+    assert [view.jobs[job].preempt_class for job in (low, urgent)] == ["low", "urgent"]
+    assert view.preemption == Preemption(
+        takes={"urgent": frozenset(("low", "normal"))},
+        exempt={"normal": 300.0, "low": 86410.0, "urgent": 300.0},
+        modes={"normal": "requeue", "low": "cancel", "urgent": "requeue"},
+        grace={"low": 120.0},
+    )
+    assert view.preemption.may_take(view.jobs[urgent], view.jobs[low])
+    assert not view.preemption.may_take(view.jobs[low], view.jobs[urgent])
+
+    lab.run("sacctmgr", "-i", "modify", "qos", "urgent", "set", "Preempt=")
+    assert (await scheduler.observe()).preemption == view.preemption, "it is remembered for a while"
+    after = (await SlurmScheduler(lab.settings, SITE).observe()).preemption
+    assert after is not None and after.takes == {} and after.modes == view.preemption.modes
 
 
 async def test_a_missing_command_is_an_error_of_the_model(lab: Any) -> None:

@@ -241,18 +241,52 @@ def test_axe_finds_nothing_and_nothing_is_cut_off(page: Browser, site: Site, siz
             " performance.getEntriesByType('resource').some(one => one.name.includes(asked)))"
         )
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no scrolling sideways"
-        page.evaluate(STILL)
-        page.until("document.getAnimations().every(one => one.playState !== 'running')")
-        page.evaluate(files("axe_core_python").joinpath("axe.min.js").read_text() + "; 0")
-        found = page.evaluate(
-            "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']})"
+        assert problems(page) == [], (size, theme, address)
+
+
+def problems(page: Browser) -> list[tuple[str, str, str]]:
+    """What axe finds on a page, which draws nothing anew from now on."""
+    page.evaluate(STILL)
+    page.until("document.getAnimations().every(one => one.playState !== 'running')")
+    page.evaluate(files("axe_core_python").joinpath("axe.min.js").read_text() + "; 0")
+    found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']})")
+    return [
+        (one["id"], node["html"][:200], node.get("failureSummary", "")[:300])
+        for one in found["violations"]
+        for node in one["nodes"]
+    ]
+
+
+@pytest.mark.parametrize(("size", "theme"), LOOKS)
+def test_evictions_are_shown_with_their_causes_and_what_a_limit_holds_back(
+    chromium: Browser, network: Network, size: str, theme: str
+) -> None:
+    site = Site(network, 8004, "--evictions", "--jobs", "30", "--hosts", "4", "--seconds", "60")
+    try:
+        chromium.show_as(*SIZES[size], theme)
+        chromium.events.clear()
+        chromium.open(site.url)
+        pills = "[...document.querySelectorAll('.leaving .pill')].map(e => e.textContent)"
+        chromium.until(f"{pills}.includes('Held back') && {pills}.some(text => text !== 'Held back')", 60)
+        assert "rebalance.at_once" in chromium.text()
+        chromium.until(
+            "document.querySelector('.evictions .part')?.innerText.match(/(urgent jobs|drained hosts) [1-9]/)"
         )
-        problems = [
-            (one["id"], node["html"][:200], node.get("failureSummary", "")[:300])
-            for one in found["violations"]
-            for node in one["nodes"]
-        ]
-        assert problems == [], (size, theme, address)
+        assert chromium.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no scrolling sideways"
+        assert problems(chromium) == []
+        chromium.open(f"{site.url}?job={evicted(chromium)}")
+        chromium.until(
+            "[...document.querySelectorAll('aside summary')].some(e => e.textContent.startsWith('Evicted '))"
+        )
+        assert chromium.complaints() == []
+    finally:
+        site.end()
+
+
+def evicted(page: Browser) -> str:
+    """A job that was evicted."""
+    return str(page.until("fetch('snapshot').then(answer => answer.json()).then(all => all.jobs.find("
+                          "job => job.evictions.length)?.job_id)"))  # fmt: skip
 
 
 def test_five_thousand_jobs_are_a_list_of_a_few_elements(chromium: Browser, network: Network) -> None:

@@ -36,6 +36,7 @@ from multiverse.bundles.contract import Notice
 from multiverse.controller.effects import Failure
 from multiverse.controller.users import LookupFailure
 from multiverse.core.model.basics import CloneKind, Depth, Key, Size
+from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import (
     Claim,
     Drain,
@@ -46,8 +47,8 @@ from multiverse.core.model.host import (
     NumaNode,
     Overcommitment,
 )
-from multiverse.core.model.job import AttemptState, Request
-from multiverse.core.model.reason import said
+from multiverse.core.model.job import AttemptState, Eviction, Request
+from multiverse.core.model.reason import Why, said
 from multiverse.core.model.vm import (
     OfferState,
     TemplateCondition,
@@ -73,11 +74,16 @@ RECORDED = Path(__file__).with_name("api_documents.json")
 POOLS = (Pool("slim", Depth.JOINED, 1, 4, Size(1, 150), 100.0), Pool("stock", Depth.PARKED, 2, 2, Size(1, 100), 100.0))
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1", pools=POOLS)
 
+EVICTIONS = (
+    Eviction(1000.0, "save", "h1", Why.PREEMPTED(job="12", by="high"), 12288, 340.5),
+    Eviction(1900.0, "move", "h1", Why.HOST_DRAINED(host="h1"), 700, 2.14),
+    Eviction(2000.0, "move", "h2", Why.OPERATOR(), 700),
+)
 ATTEMPTS = (
     attempt(AttemptState.ALLOCATED, id=1, since=950.0),
     attempt(
         AttemptState.QUEUED, id=2, job="8_1", since=600.0, note=said("no room"), not_before=1300.0, tries=4,
-        request=Request(2, Size(2, 700), image="mine", kind=CloneKind.FULL),
+        request=Request(2, Size(2, 700), image="mine", kind=CloneKind.FULL), evictions=EVICTIONS,
     ),
     attempt(AttemptState.SPAWNING, id=3, job="9", restarts=1, since=990.0, quarantined=said("it is odd")),
 )  # fmt: skip
@@ -165,7 +171,9 @@ class ControllerAtRest:
         )
         source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
         self.sources = {SOURCE: source}
-        self.state = SimpleNamespace(rows=live_rows, reasons={}, placement_faults={}, saved_for=lambda job: None)
+        self.state = SimpleNamespace(
+            rows=live_rows, reasons={}, placement_faults={}, saved_for=lambda job: None, vms_of=lambda attempt: []
+        )
         self.commands: list[Command] = []
         self.missing_hints = SimpleNamespace(since=None)
         self.users = SimpleNamespace(name=str)
@@ -184,6 +192,9 @@ class ControllerAtRest:
 
     def staying(self) -> Mapping[str, str]:
         return {}
+
+    def held_evictions(self) -> list[Step]:
+        return []
 
     def unknown_users(self) -> list[LookupFailure]:
         return []

@@ -18,6 +18,7 @@ from multiverse.api import (
     ExplanationsView,
     ExplanationView,
     HostGroupView,
+    JobEvictionView,
     SizeView,
     StartableView,
     TrialView,
@@ -76,6 +77,18 @@ def test_a_job_is_explained_with_the_first_groups_of_hosts(width: int) -> None:
     assert "It has waited for 2 min" in flat and "to do: wait, or ask for less" in flat and "By the time limits" in flat
     assert "n[1-9000]" in text and "drained (reason 5)" in text and "drained (reason 6)" not in text
     assert "4 more groups of hosts: --hosts shows all" in text and "…" in text
+
+
+def test_a_user_sees_when_and_why_their_job_was_evicted_and_what_that_cost() -> None:
+    saved = JobEvictionView(1_700_000_000.0, "save", "", "another job (high) takes its place", 12288, 340.5)
+    moves = JobEvictionView(1_700_003_600.0, "move", "n7", "host n7 is drained", 700, None, under_way=True)
+    text = printed(
+        "explain", "12_9", explain=ExplanationsView((replace(RUNNING, evictions=(saved, moves)),)), width=120
+    )
+    first, second = [line.split() for line in text.splitlines() if "2023-11-1" in line]
+    assert "Job 12_9 was evicted 2 times:" in text
+    assert " ".join(first[2:]) == "a host save 12.0 GiB 5m40s another job (high) takes its place"
+    assert " ".join(second[2:]) == "n7 move 700 MiB not yet host n7 is drained"
 
 
 def test_all_hosts_are_shown_where_they_are_asked_for() -> None:

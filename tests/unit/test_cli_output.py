@@ -19,6 +19,7 @@ import pytest
 from multiverse.cli import render
 from multiverse.cli.commands import build
 from multiverse.client import Client
+from multiverse.core.model.reason import moment
 
 DOCUMENTS = json.loads(Path(__file__).with_name("api_documents.json").read_text())
 RECORDED = Path(__file__).with_name("cli_output.txt")
@@ -59,6 +60,7 @@ def printed(command: str, width: int = 160) -> str:
         mock.patch.object(Client, "_ask", answer),
         mock.patch.object(render.console, "_width", width),
         mock.patch.object(render.time, "time", lambda: NOW),
+        mock.patch.object(render, "moment", lambda at: moment(at)[:19]),  # in UTC, wherever this runs
         contextlib.redirect_stdout(out),
     ):
         status = build()(command.split(), prog_name="multiverse", standalone_mode=False)

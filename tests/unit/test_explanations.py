@@ -12,7 +12,8 @@ import pytest
 from multiverse.api import TrialRequest
 from multiverse.bundles.slurm.scheduler import SlurmWords
 from multiverse.core.errors import Refused
-from multiverse.core.model.job import Attempt, AttemptState
+from multiverse.core.model.job import Attempt, AttemptState, Eviction
+from multiverse.core.model.reason import Why
 from multiverse.service.api import make_api
 from multiverse.service.explanations import OPERATOR, TASKS, Explanations, Viewer
 from tests.unit.planner_harness import ManualClock
@@ -72,6 +73,17 @@ def test_what_is_private_is_left_out_of_every_field() -> None:
     said = repr(replace(one, expected=None, waiting_since=None))
     assert "job 2" not in said and one.behind == "" and "another job keeps them waiting" in one.text
     assert "h1" not in said and "h2" not in said and sum(group.count for group in one.hosts) == 2
+
+
+def test_a_user_is_told_of_their_job_s_evictions_without_names_that_are_private() -> None:
+    why = Why.PREEMPTED(job="2", by="high")
+    moved = attempt(A.DONE, id=9, job="5", evictions=(Eviction(1.0, "move", "h1", why, 100, 2.0),))
+    for viewer, host, reason in (
+        (OPERATOR, "h1", "job 2 (high) takes its place"),
+        (Viewer(1000, others=False, hosts=False), "", "another job (high) takes its place"),
+    ):
+        (one,) = explanations(crowded(), moved).of_job("5", viewer).jobs
+        assert [(each.host, each.reason, each.took) for each in one.evictions] == [(host, reason, 2.0)]
 
 
 def test_the_latest_attempt_of_a_job_is_told() -> None:

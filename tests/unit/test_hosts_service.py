@@ -223,7 +223,7 @@ def test_the_commands_for_hosts_take_names_and_node_sets(capsys: pytest.CaptureF
     assert "multiverse status what Slurm lacks" in " ".join(capsys.readouterr().out.split())
     assert asked("remove", "n[1-2]", "n9")[:2] == ("/hosts/remove", {"hosts": "n[1-2],n9"})
     path, body, _ = asked("drain", "n1", "--reason", "a fan")
-    told = '{"hosts": "n1", "reason": "a fan", "begins": null, "move": false}'
+    told = '{"hosts": "n1", "reason": "a fan", "begins": null, "move": false, "save": false}'
     assert (path, json.dumps(body)) == ("/hosts/drain", told)
     assert asked("drain", "n1", "--move")[1]["move"] is True
     moment = datetime(2026, 12, 24, 18, tzinfo=UTC)

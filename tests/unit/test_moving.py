@@ -12,7 +12,7 @@ from multiverse.core.model.host import Drain, Host
 from multiverse.core.model.job import JobState, NodeState
 from multiverse.core.model.machine import MachineKind, why_other_machine
 from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
-from multiverse.core.moving import why_stay
+from multiverse.core.rebalance.drains import why_stay
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from multiverse.service.hosts import Troubles, host_views
 from tests.unit.recorded_cpus import machine
@@ -301,3 +301,13 @@ def test_a_host_that_does_not_run_the_model_of_the_settings_shows_what_it_lacks_
     assert {model for _, model in shown(site)} == {"Haswell-v2"}
     assert "h2: its CPU lacks 3dnowprefetch, adx, rdseed and more of model Broadwell-v2" in order(site)
     assert not order(with_cpus("Haswell-v2", "broadwell", "haswell"))
+
+
+def test_a_vm_moves_to_no_host_that_is_drained_before_its_job_has_surely_ended() -> None:
+    site = ready()
+    now = site.clock.time + site.world.epoch
+    site.run(Command("drain", "h2", drain=Drain(begins=now + 60)))
+    assert "h2: it is drained, or its lease ends, before the job has surely ended" in order(site)
+    site.jobs["7"] = site.jobs["7"]._replace(ends=now + 10)
+    site.run()
+    assert not order(site) and site.vm.state is V.MOVING

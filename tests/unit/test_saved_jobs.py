@@ -11,7 +11,7 @@ from multiverse.core.machines.saved import MOST_TRIES, SAVED_EFFECTS
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import Size
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request
-from multiverse.core.model.reason import Why, text_of
+from multiverse.core.model.reason import Reason, Why, text_of
 from multiverse.core.model.saved import SavedSeen, SavedState, Storage
 from multiverse.core.model.vm import Vm, VmCondition, VmState
 from multiverse.core.saving import with_its_state
@@ -477,6 +477,13 @@ def test_a_job_that_is_stopped_without_a_reason_goes_on_also_to_end(site: Site, 
 def test_a_saved_job_that_waits_is_told_since_when_and_where(site: Site) -> None:
     site.to_stored()
     waiting, why = site.rows.attempts[max(site.rows.attempts)], Why.CAPACITY()
-    told = text_of(with_its_state(site.state, waiting, why))
-    assert told.startswith("saved since ") and f"(46 MiB in storage shared): {text_of(why)}" in told
+
+    def told(asked: Reason) -> str:
+        site.state.saved[site.saved.id] = replace(site.saved, asked=asked)
+        return text_of(with_its_state(site.state, waiting, why)).partition("UTC ")[2]
+
+    size = "(46 MiB in storage shared)"
+    assert told(Why.SAVE_ASKED()) == f"{size}: waiting for capacity"
+    assert told(Why.HOST_DRAINED(host="h1")) == f"{size}: host h1 is drained; waiting for capacity"
+    assert told(Why.PREEMPTED(job="12", by="high")) == f"for job 12 (high) {size}: waiting for capacity"
     assert with_its_state(site.state, replace(waiting, job=JobRef("8", 500)), why) == why

@@ -12,7 +12,17 @@ import pytest
 from multiverse.controller.observers import BURST, WHOLE_SHARE, Awaited, SchedulerObserver
 from multiverse.core.errors import Unknown
 from multiverse.core.model.basics import Size
-from multiverse.core.model.job import Job, JobRef, JobState, Node, NodeState, Request, SchedulerPart, SchedulerView
+from multiverse.core.model.job import (
+    Job,
+    JobRef,
+    JobState,
+    Node,
+    NodeState,
+    Preemption,
+    Request,
+    SchedulerPart,
+    SchedulerView,
+)
 from multiverse.core.model.world import Seen, World
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
@@ -310,9 +320,12 @@ def test_an_unread_view_of_the_scheduler_is_older_than_anything() -> None:
 
 
 def test_a_part_that_was_read_of_a_user_replaces_all_jobs_of_that_user() -> None:
-    view = SchedulerView({"1": job("1"), "2": job("2"), "3": job("3", uid=2)}, limits={"a": 1, "b": 2})
+    rules = Preemption({"urgent": frozenset(["low"])}, {}, {"low": "requeue"}, {})
+    jobs = {"1": job("1"), "2": job("2"), "3": job("3", uid=2)}
+    view = SchedulerView(jobs, limits={"a": 1, "b": 2}, preemption=rules)
     part = SchedulerPart({"2": job("2", held=True), "4": job("4")}, users=frozenset([1]), limits={"b": 0})
     merged = view.merged(part, 5.0)
     assert list(merged.jobs) == ["2", "3", "4"] and merged.jobs["2"].held and merged.jobs["3"] is view.jobs["3"]
     assert merged.jobs_began == {"1": 5.0, "2": 5.0, "4": 5.0} and merged.limits == {"a": 1, "b": 0}
+    assert merged.preemption is rules, "a part says nothing of it"
     assert World(scheduler=Seen(merged, 1.0)).job_began("1") == 5.0

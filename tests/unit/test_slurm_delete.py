@@ -11,10 +11,10 @@ import pytest
 
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import NotYet, Refused, Unknown
-from multiverse.core.model.job import NodeReservation
+from multiverse.core.model.job import Maintenance, NodeReservation
 from multiverse.drivers.slurm.acting.delete import NodeDeleter
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
-from multiverse.drivers.slurm.reading.nodes import backfill, deletions, node_words, reservations
+from multiverse.drivers.slurm.reading.nodes import backfill, deletions, maintenance, node_words, reservations
 
 CONFIG = """\
 Configuration data as of 2026-11-27T15:51:12
@@ -311,6 +311,10 @@ def test_the_reservations_that_keep_all_nodes_of_vms() -> None:
     assert [one.name for one in found] == ["all", "future", "ours"]
     assert found[0] == NodeReservation("all", 1795794838.0, 1795795438.0)
     assert reservations("No reservations in the system\n", ("vm", "vmrun")) == ()
+    (named,) = maintenance(text + "\n")
+    nodes = ("node1", "node2", "node3", "node4")
+    assert named == Maintenance("named", 1795794838.0, 1795795438.0, nodes), "a flag MAINT, and no other nodes"
+    assert maintenance("No reservations in the system\n") == ()
 
 
 def test_a_reservation_without_times_is_unknown() -> None:

@@ -296,12 +296,15 @@ SPARE = NodeSpec(
 
 
 def test_settings_without_effect_on_vms_are_reported() -> None:
-    assert conf.unsupported(SITE_CONF) == conf.unsupported("PreemptType=preempt/none\n") == []
-    (preemption,) = conf.unsupported("preempttype=preempt/qos\n")
-    assert preemption.name == "preemption" and "preempt/qos" in preemption.message and "restart" in preemption.remedy
-    (display,) = conf.unsupported("PrologFlags=Alloc,X11\n")
+    assert conf.unsupported(SITE_CONF, preempts=False) == []
+    assert conf.unsupported("PreemptType=preempt/none\n", preempts=False) == []
+    (preemption,) = conf.unsupported("preempttype=preempt/qos\n", preempts=False)
+    assert preemption.name == "preemption" and "preempt/qos" in preemption.message and "[save]" in preemption.remedy
+    assert conf.unsupported("preempttype=preempt/qos\n", preempts=True) == []
+    assert conf.unsupported("preempttype=preempt/own\n", preempts=True), "the rules of which are not known"
+    (display,) = conf.unsupported("PrologFlags=Alloc,X11\n", preempts=True)
     assert display.name == "x11" and "display" in display.message
-    (federation,) = conf.unsupported("FederationParameters=fed_display\n")
+    (federation,) = conf.unsupported("FederationParameters=fed_display\n", preempts=True)
     assert federation.name == "federation" and "--clusters" in federation.remedy
 
 

@@ -154,6 +154,7 @@ def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
         "asking_to_be_saved",
         "by_job",
         "by_state",
+        "evicted",
         "kept_by",
         "saved_by",
         "vms_by_attempt",

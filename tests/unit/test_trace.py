@@ -16,7 +16,7 @@ from multiverse.core.errors import Gone, Refused, Stale
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.identity import GuestFile, Identity, NodeBootstrap
-from multiverse.core.model.job import JobRef
+from multiverse.core.model.job import JobRef, Preemption
 from multiverse.core.model.vm import TemplateKey, VmRef
 from multiverse.ports import (
     GuestUsers,
@@ -33,6 +33,7 @@ from multiverse.ports import (
 from multiverse.ports.around import PortCall, around
 from multiverse.trace import _WRITTEN, Trace, recording
 from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.world import SimulatedWorld, WorldSettings
@@ -89,6 +90,27 @@ def test_an_observation_is_written_with_its_differences_only(tmp_path: Path) -> 
     assert set(first["jobs"]) == {"1", "2"} and first["jobs"]["1"]["gated"]
     assert set(held["jobs"]) == {"2"} and held["jobs"]["2"]["held"]
     assert gone["jobs"] == {"1": None}
+
+
+def test_preemption_is_written_by_class(tmp_path: Path) -> None:
+    rules = Preemption({"urgent": frozenset(["low"])}, {"low": 60.0}, {"low": "requeue", "urgent": "off"}, {"low": 5.0})
+
+    async def drive(world: SimulatedWorld, scheduler: Scheduler, hypervisor: Hypervisor) -> None:
+        world.cluster.submit(Batch(preempt_class="low"))
+        await scheduler.observe()
+        late = world.cluster.submit(Batch(preempt_class="urgent", priority=2000))
+        view = await scheduler.observe()
+        assert view.preemption == rules and rules.may_take(view.jobs[late], view.jobs["1"])
+        assert list(view.jobs) == ["2", "1"] and view.jobs["2"].rank < view.jobs["1"].rank
+
+    record(tmp_path / "trace", drive, WorldSettings(cluster=ClusterSettings(preemption=rules)))
+    first, second = lines(tmp_path / "trace")
+    assert first["preemption"] == {
+        "low": {"takes": [], "mode": "requeue", "exempt": 60.0, "grace": 5.0},
+        "urgent": {"takes": ["low"], "mode": "off", "exempt": 0.0, "grace": 0.0},
+    }
+    assert first["jobs"]["1"]["preempt_class"] == "low"
+    assert set(second["jobs"]) == {"2"} and "preemption" not in second
 
 
 def test_an_observation_names_its_source_and_is_compared_within_it(tmp_path: Path) -> None:

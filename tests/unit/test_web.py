@@ -24,6 +24,10 @@ from multiverse.config import Settings, WebSettings, parse
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model.basics import Size
+from multiverse.core.model.eviction import Method, Step
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.reason import Why
+from multiverse.core.model.vm import VmState
 from multiverse.service import publisher as publishing
 from multiverse.service.alerts import command_of
 from multiverse.service.backend import Backend
@@ -37,6 +41,7 @@ from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.world import SimulatedWorld
+from tests.unit.rows import attempt, vm
 
 EVIL = '"><script>alert(1)</script>'
 
@@ -130,6 +135,28 @@ def test_deltas_lead_to_what_a_new_snapshot_shows(monkeypatch: pytest.MonkeyPatc
                         break
             assert viewer.events.count("snapshot") == 1
             assert viewer.events.count("delta") > 5
+
+    run(watch(), 1)
+
+
+def test_viewers_are_shown_what_a_limit_holds_back_until_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing.time, "monotonic", lambda: asyncio.get_running_loop().time())
+    limit, why = Why.EVICTIONS_AT_ONCE(limit=2), Why.HOST_DRAINED(host="h1")
+    step = Step(Method.DRAIN, attempt(AttemptState.ALLOCATED), vm(VmState.SERVING), "h2", why, 256, limit, 5.0)
+
+    async def watch() -> None:
+        shown = Site()
+        viewer, events = Viewer(), shown.publisher.events()
+        viewer.names["evictions"] = "vm"
+        shown.controller.state.held_back = {"drain": [step]}
+        viewer.take(bytes(await anext(events)))
+        (one,) = viewer.shown["evictions"].values()
+        assert (one["job_id"], one["target"], one["reason"]) == ("7", "h2", "host h1 is drained")
+        assert "rebalance.at_once" in one["held"]
+        shown.controller.state.held_back = {}
+        _, _, delta = parsed(bytes(await anext(events)))
+        assert delta["gone"]["evictions"] == ["drain mvtest0-1"] and delta["evictions"] == []
+        await shown.publisher.close()
 
     run(watch(), 1)
 

@@ -48,6 +48,7 @@ COMMANDS = {
     "checkpoint": "saved",
     "resume": "saved",
     "saved": "saved",
+    "rebalance": "rebalance",
     "audit": "status",
     "template": "images",
     "image": "images",

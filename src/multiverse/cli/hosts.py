@@ -183,11 +183,14 @@ def drain(
         str, typer.Option("--from", metavar="TIME", help="As for sbatch --begin. Until then, only jobs that end by it.")
     ] = "",
     move: Annotated[bool, typer.Option("--move", help="Move VMs of running jobs to other hosts.")] = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Save running jobs; with --move those that no other host takes.")
+    ] = False,
 ) -> None:
-    """Let hosts take no new VM. They are free when their jobs have ended, or have moved away, and are shown as drained
+    """Let hosts take no new VM. They are free when their jobs have ended, or have left, and are shown as drained
     then."""
     moment = unix_time(begins, datetime.now().astimezone()) if begins else None
-    _change("drain", hosts, "draining", reason=reason, begins=moment, move=move)
+    _change("drain", hosts, "draining", reason=reason, begins=moment, move=move, save=save)
 
 
 @hosts_app.command()

@@ -45,6 +45,22 @@ def _show(job: str | None, *, ended: bool, json: bool) -> None:
     for one in found if job is not None else ():
         if one.usage is not None:
             render.say(f"{one.job_id}: {one.usage.text}", indent=1)
+    if job is not None:  # a later attempt has the evictions of earlier ones, too
+        for one in {one.job_id: one for one in found}.values():
+            _show_evictions(one.job_id, one.evictions)
+
+
+def _show_evictions(job_id: str, evictions: Sequence[api.JobEvictionView]) -> None:
+    if not evictions:
+        return
+    times = "once" if len(evictions) == 1 else f"{len(evictions)} times"
+    render.say(f"Job {job_id} was evicted {times}:", indent=0)
+    table = render.table("BEGAN", "FROM", "HOW", "SENT", "TOOK", "WHY", right=("SENT", "TOOK"), fold=("FROM", "WHY"))
+    for one in evictions:
+        took = render.duration(one.took) if one.took is not None else "not yet" if one.under_way else "it stayed"
+        host, sent = one.host or "a host", render.memory(one.memory)
+        table.add_row(render.moment(one.at), host, one.way, sent, took, render.plain(one.reason))
+    render.console.print(table)
 
 
 def _show_wide(found: Sequence[api.JobView], empty: str) -> None:
@@ -171,6 +187,7 @@ def _show_explanation(one: api.ExplanationView, *, every: bool) -> None:
         render.say(f"By the time limits it starts by {render.moment(one.expected)} at the latest.")
     if one.todo:
         render.say(f"to do: {one.todo}")
+    _show_evictions(one.job_id, one.evictions)
     show_groups(one.hosts, every=every)
 
 

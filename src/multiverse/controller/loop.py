@@ -29,16 +29,18 @@ from multiverse.core.machines.host import held_back
 from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.machines.tables import TABLES, awaited_rows, note_unconfirmed
 from multiverse.core.model.basics import Size
+from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import JobLimits, KnownHost
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm, VmRef
 from multiverse.core.model.world import Observation, World
-from multiverse.core.moving import why_stay
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.pools import PoolStatus, pool_status
+from multiverse.core.rebalance.drains import why_stay
+from multiverse.core.rebalance.plan import proposals
 from multiverse.core.saving import unexplained_states, with_its_state
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Command, Done, Message, Move, ShownBy
@@ -267,6 +269,14 @@ class Controller:
     def staying(self) -> Mapping[str, str]:
         """Why a VM stays now on a host from which VMs are to move, by host."""
         return why_stay(Context(self.state, self.world(), self.policy)) if self.state.drains else {}
+
+    def evictions(self) -> list[Step]:
+        """Which running jobs would leave their hosts now. Nothing is changed."""
+        return proposals(self.context())
+
+    def held_evictions(self) -> list[Step]:
+        """The evictions that a limit held back in the latest pass."""
+        return [step for steps in self.state.held_back.values() for step in steps]
 
     def known_hosts(self) -> dict[str, KnownHost]:
         return self._hosts.known_hosts()

@@ -56,7 +56,7 @@ from multiverse.core.model.saved import SavedState
 from multiverse.core.model.vm import MOVING_STATES, Template, TemplateState, Vm, VmState
 from multiverse.core.policy import Policy, wait_for, why_stays
 from multiverse.core.queue import BEHIND, reason_of
-from multiverse.core.saving import saved_at
+from multiverse.core.saving import saved_at, why_evicted
 from multiverse.core.state import State, why_earlier_run
 
 
@@ -257,7 +257,7 @@ def _with_its_state(context: Context, attempt: Attempt, found: Explanation) -> E
     if saved is None:
         return found
     size = saved.bytes >> 20 or None
-    sentence = Why.HAS_STATE(at=saved.begun, size=size, storage=saved.storage)
+    sentence = Why.HAS_STATE(why_evicted(saved), at=saved.begun, size=size, storage=saved.storage)
     if saved.kept:
         sentence = Why.IN_MEMORY(host=saved.kept)
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
@@ -353,7 +353,7 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ADDING_USER:
             return [Why.ADDING_USER(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
-            later = (*_of_its_saves(context, attempt), *_of_its_checkpoints(context, attempt))
+            later = (*_of_its_saves(context, attempt), *_of_its_checkpoints(context, attempt), *_evictions(attempt))
             return [_running(context, attempt, where, time), *later, _chosen(attempt, vms)]
         case A.RETURNING:
             return [Why.GOING_BACK(attempt.reason, time=time)]
@@ -361,6 +361,26 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
             return [Why.CANCELLING(attempt.reason, time=time)]
         case _:
             return [Why.RELEASING(time=time, vms=len(vms))]
+
+
+def _evictions(attempt: Attempt) -> list[Reason | None]:
+    """How often a running job has left a host, and why it did so last."""
+    gone = [one for one in attempt.evictions if one.took is not None]
+    if not gone:
+        return []
+    last = gone[-1]
+    kind = Why.WAS_MOVED if last.way == "move" else Why.WAS_SAVED
+    return [kind(last.why, host=last.host, at=last.at, took=last.took, times=len(gone) if len(gone) > 1 else None)]
+
+
+def is_being_evicted(state: State, attempt: Attempt) -> bool:
+    """Whether the last eviction of its job goes on: its VM moves, or it is being saved, or waits to go on."""
+    last = attempt.evictions[-1] if attempt.evictions else None
+    if last is None or last.took is not None:
+        return False
+    if last.way == "move":
+        return any(vm.state in MOVING_STATES for vm in state.vms_of(attempt))
+    return any(not one.checkpoint for one in state.saved_of_job(attempt.job.job_id))
 
 
 def _chosen(attempt: Attempt, vms: Iterable[Vm] = ()) -> Reason | None:

@@ -1,9 +1,8 @@
-"""Which VMs go to other hosts while their jobs run, and where: as an operator asks for it, and off hosts that are
-drained."""
+"""How VMs go to other hosts while their jobs run: which may, and where to. As an operator asks for it, or an
+eviction."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 from multiverse.core.capacity.room import (
@@ -16,12 +15,14 @@ from multiverse.core.capacity.room import (
     room_of,
 )
 from multiverse.core.capacity.sizes import vm_claim
+from multiverse.core.capacity.usable_hosts import for_attempt
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.machines.attempt import evict_job
 from multiverse.core.machines.vm import move_vm
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Claim, Host
-from multiverse.core.model.job import Attempt, AttemptState, JobState
+from multiverse.core.model.job import Attempt, AttemptState, Eviction, JobState
 from multiverse.core.model.machine import MachineKind, why_other_machine
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.vm import MOVING_STATES, SLEEPING_STATES, Place, Vm, VmState
@@ -57,44 +58,19 @@ def _meant(context: Context, command: Command) -> Vm:
 
 def move(context: Context, vm: Vm, host: str, why: Reason) -> None:
     """Begin to move a VM to that host, or to any if it is empty. Raises `Refused` if it cannot."""
-    search = _movable(context, vm)
+    search = search_for(context, vm)
     if not search.begin(host, why):
         raise search.refusal(host)
 
 
-def move_off_drained(context: Context) -> None:
-    """Begin to move the VMs of hosts that are to be emptied. Those that find no place now are tried in later passes; a
-    VM that came back from a move waits for a while."""
-    state, again = context.state, context.policy.move_again
-    for vm in _to_leave(context):
-        if vm.state is VmState.SERVING and (not vm.moves or state.now - vm.since > again):
-            with suppress(Refused):
-                _movable(context, vm).begin("", Why.HOST_DRAINED(host=vm.host))
+def why_busy(context: Context, host: str) -> str:
+    """Why no other VM moves from or to a host now; empty if one may."""
+    moving = (vm for vm in context.state.vms_in(*MOVING_STATES) for place in vm.places if place.host == host)
+    busy = len(list(moving)) >= context.policy.moves_at_once
+    return f"as many VMs as may move at once (move.at_once) move from or to host {host}" if busy else ""
 
 
-def why_stay(context: Context) -> dict[str, str]:
-    """Why a VM stays now on each host that is to be emptied, by host. Nothing is changed."""
-    found = dict[str, str]()
-    for vm in _to_leave(context):
-        if vm.host in found or vm.state is not VmState.SERVING:
-            continue
-        try:
-            search = _movable(context, vm)
-            if search.find("", room_of(context).copy()) is None:
-                raise search.refusal("")
-        except Refused as error:
-            found[vm.host] = error.message
-    return found
-
-
-def _to_leave(context: Context) -> list[Vm]:
-    """The VMs of hosts that are to be emptied."""
-    state = context.state
-    leaving = [name for name, drain in sorted(state.drains.items()) if drain.moves and name in state.closed]
-    return [vm for name in leaving for vm in state.vms_on(name)]
-
-
-def _movable(context: Context, vm: Vm) -> _Search:
+def search_for(context: Context, vm: Vm) -> TargetSearch:
     """The search for a host for a VM. Raises `Refused` if it cannot leave its own now."""
     state, attempt = context.state, context.state.attempt_of(vm)
     if vm.state is VmState.MOVING:
@@ -119,14 +95,13 @@ def _movable(context: Context, vm: Vm) -> _Search:
         raise Refused(f"host {vm.host} of VM {vm.name} is out of reach", hint="see `multiverse hosts`")
     if host.moves is None:
         raise Refused(f"no VM moves from host {vm.host}", hint="set move.enabled for its agent")
-    if _is_busy(context, vm.host):
-        what = f"as many VMs as may move at once (move.at_once) move from or to host {vm.host}"
+    if what := why_busy(context, vm.host):
         raise Refused(what, hint="try again when one has: multiverse vms shows them")
-    return _Search(context, vm, attempt, host.moves)
+    return TargetSearch(for_attempt(context, attempt), vm, attempt, host.moves)
 
 
 @dataclass(frozen=True)
-class _Search:
+class TargetSearch:
     """Looks for a host for a VM that can leave its own. `machine` is what the VM needs."""
 
     context: Context
@@ -140,16 +115,21 @@ class _Search:
         if (found := self.find(name, room_of(self.context))) is None:
             return False
         host, claim = found
-        state.move(move_vm(vm, Place(host, state.source_of(host)), why), make=[Claim(vm.key, host, claim)])
+        eviction = Eviction(self.context.now, "move", vm.host, why, vm.size.memory)
+        moving = move_vm(vm, Place(host, state.source_of(host)), why)
+        evicted = evict_job(self.attempt.with_eviction(eviction), why)
+        state.move(moving, evicted, make=[Claim(vm.key, host, claim)])
         return True
 
-    def find(self, name: str, room: Room) -> tuple[str, Size] | None:
-        """That host, or any, and what the VM claims there. Takes the room."""
+    def find(self, name: str, room: Room, *, busy: bool = False) -> tuple[str, Size] | None:
+        """That host, or any, and what the VM claims there. Takes the room. `busy`: also hosts from or to which as many
+        VMs move as may at once."""
         context, vm = self.context, self.vm
         limit = others_on(context.state, self.attempt)
 
         def accepts(host: str) -> bool:
-            return name in ("", host) and host != vm.host and limit(host) > 0 and not _is_busy(context, host)
+            free = name in ("", host) and host != vm.host and limit(host) > 0
+            return free and (busy or not why_busy(context, host))
 
         able = every_host(context, vm.size, lambda host: not self._why_unfit(host))
         claims = able.map(lambda host, size: vm_claim(size, host, vm.image, vm.kind))
@@ -181,17 +161,14 @@ class _Search:
             return "it is out of reach" if name in context.state.hosts else "there is no such host"
         if name == self.vm.host:
             return "the VM is there"
+        if name in context.without:
+            return "it is drained, or its lease ends, before the job has surely ended, or VMs of the image fail there"
         if name in context.closed:
             return "it takes no VMs now"
         if unfit := self._why_unfit(host):
             return unfit
-        if _is_busy(context, name):
-            return "as many VMs as may move at once (move.at_once) move from or to it"
+        if busy := why_busy(context, name):
+            return busy
         if others_on(context.state, self.attempt)(name) < 1:
             return "its job wants no more of its VMs on one host"
         return "it has no room"
-
-
-def _is_busy(context: Context, host: str) -> bool:
-    moving = (vm for vm in context.state.vms_in(*MOVING_STATES) for place in vm.places if place.host == host)
-    return len(list(moving)) >= context.policy.moves_at_once

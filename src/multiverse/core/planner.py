@@ -26,9 +26,9 @@ from multiverse.core.machines.template import step_template, template_is_settled
 from multiverse.core.machines.vm import step_vm, vm_is_settled
 from multiverse.core.model.basics import Key
 from multiverse.core.model.world import World
-from multiverse.core.moving import move_off_drained
 from multiverse.core.policy import Policy
 from multiverse.core.pools import reconcile_pools
+from multiverse.core.rebalance.plan import leave_drained, preempt
 from multiverse.core.saving import let_frozen_jobs_go_on, save_at_limits
 from multiverse.core.sleeping import follow_suspended
 from multiverse.core.state import State, quarantine_on_error
@@ -67,7 +67,7 @@ def plan(
 
 def _provide(context: Context) -> None:
     empty_drained(context)
-    move_off_drained(context)
+    leave_drained(context)
     follow_suspended(context)
     save_at_limits(context)
     let_frozen_jobs_go_on(context)
@@ -76,7 +76,7 @@ def _provide(context: Context) -> None:
         missing = context.state.missing.pop(0)
         with quarantine_on_error(context.state, Key("attempt", missing.attempt)):
             supply_missing(context, missing)
-    reconcile_pools(context, admit(context))
+    reconcile_pools(context, preempt(context, admit(context)))
     reconcile_leases(context)
 
 

@@ -108,6 +108,14 @@ class Policy:
     moves_at_once: int = 2  # VMs that move from and to one host
     move_timeout: float = 660.0  # from the beginning of a move until it is given up
     move_again: float = 60.0  # before a VM of a drained host is to move again that did not move
+    evict_drains: bool = True  # jobs leave hosts that are to be emptied
+    evict_maintenance: bool = True  # hosts of the scheduler's reservations for maintenance are emptied before
+    maintenance_notice: float = 900.0  # seconds before such a reservation begins
+    evict_preemption: bool = True  # jobs give way to those that may preempt them by the scheduler's rules
+    evict_at_once: int = 8  # jobs of the site
+    evict_rate: int = 0  # MiB a second that evictions may send; 0: any
+    evict_per_job: int = 6  # evictions of one job in an hour at most
+    evict_alert: float = 600.0  # seconds for which a limit holds evictions back until that is an alert
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0

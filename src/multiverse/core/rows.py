@@ -271,6 +271,7 @@ class RowIndexes:
         )  # saved jobs that are in the memory of a host, by the host and its source; and all of them
         self.vms_by_saved = Index()  # restored VMs, by the name of what they were restored from
         self.asking_to_be_saved = Index()  # attempts whose jobs run, under one key
+        self.evicted = Index()  # attempts of whose jobs evictions are known, under one key
 
     def add(self, row: Row) -> None:
         for index, key in self._keys(row):
@@ -280,14 +281,19 @@ class RowIndexes:
         for index, key in self._keys(row):
             index.remove(key, row.key.id)
 
+    def _keys_of_attempt(self, row: Attempt) -> Iterator[tuple[Index, object]]:
+        yield self.by_job, row.job
+        yield self.by_job, row.job.job_id
+        if (row.request.save or row.request.checkpoint) and row.state is AttemptState.ALLOCATED:
+            yield self.asking_to_be_saved, ()
+        if row.evictions:
+            yield self.evicted, ()
+
     def _keys(self, row: Row) -> Iterator[tuple[Index, object]]:
         yield self.by_state, (row.key.kind, row.state)
         match row:
             case Attempt():
-                yield self.by_job, row.job
-                yield self.by_job, row.job.job_id
-                if (row.request.save or row.request.checkpoint) and row.state is AttemptState.ALLOCATED:
-                    yield self.asking_to_be_saved, ()
+                yield from self._keys_of_attempt(row)
             case Vm() if row.state is not VmState.DELETING:  # it has only a node
                 if row.attempt is not None:
                     yield self.vms_by_attempt, row.attempt

@@ -4,15 +4,17 @@ storage no row explains."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
-from multiverse.core.machines.attempt import not_saved
+from multiverse.core.machines.attempt import evict_job, not_saved
 from multiverse.core.machines.checkpoint import checkpoints_of
 from multiverse.core.machines.saved import abandon, ask_to_save, is_mute, resume_saved, undo_unexplained
 from multiverse.core.model.basics import ClaimKey
+from multiverse.core.model.eviction import cause_of
 from multiverse.core.model.host import Host
-from multiverse.core.model.job import Attempt, AttemptState, Job, JobState
+from multiverse.core.model.job import Attempt, AttemptState, Eviction, Job, JobState
 from multiverse.core.model.reason import Reason, Why, said
 from multiverse.core.model.saved import COMPLETE, UNWRITTEN, WAITS_FOR_RUN, Saved, SavedPart, SavedState, Storage
 from multiverse.core.model.vm import MOVING_STATES, SLEEPING_STATES, Vm, VmState
@@ -28,8 +30,9 @@ def follow_command(context: Context, command: Command) -> None:
     """Save a running job, or resume a saved one. A refusal is kept for whoever asked."""
     try:
         if command.verb == "save":
-            asked = Why.SAVE_ORDERED() if command.uid is None else Why.SAVE_ASKED()
-            save(context, running(context.state, command), asked, hold=command.hold)
+            ordered = command.uid is None
+            asked = Why.SAVE_ORDERED() if ordered else Why.SAVE_ASKED()
+            save(context, running(context.state, command), asked, hold=command.hold, evicts=ordered)
         else:
             _resume(context.state, command)
     except Refused as error:
@@ -53,14 +56,45 @@ def perhaps_inside(state: State, command: Command) -> str:
     return "" if ours else " of its own (VMs inside a job are neither saved nor moved)"
 
 
-def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = False) -> None:
-    """Begin to save a running job, whose next run waits until somebody releases it if `hold`. Raises `Refused` if it
-    cannot be saved."""
-    context.state.move(ask_to_save(replace(new_state(context, attempt, asked), hold=hold)))
+def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = False, evicts: bool = False) -> None:
+    """Begin to save a running job, whose next run waits until somebody releases it if `hold`. `evicts`: so that it
+    leaves its host, not as its user wished. Raises `Refused` if it cannot be saved."""
+    saved = replace(new_state(context, attempt, asked), hold=hold)
+    if not evicts:
+        context.state.move(ask_to_save(replace(saved, evictions=attempt.evictions)))
+        return
+    vms = [context.state.vms[part.vm] for part in saved.parts]
+    eviction = Eviction(context.now, "save", vms[0].host, asked, sum(vm.size.memory for vm in vms))
+    evicted = attempt.with_eviction(eviction)
+    context.state.move(ask_to_save(replace(saved, evictions=evicted.evictions)), evict_job(evicted, asked))
 
 
 def new_state(context: Context, attempt: Attempt, asked: Reason) -> Saved:
     """The row of a state that a running job is to have. Raises `Refused` if it can have none now."""
+    what, wish = what_to_save(context, attempt), attempt.request.save
+    return replace(
+        _row_of(context, what.vms[0], what.job, asked),
+        others=tuple(map(_part_of, what.vms[1:])),
+        storage=what.storage.name,
+        machine=what.storage.machine,
+        runs=attempt.runs,
+        bound=what.bound,
+        encrypted=context.policy.save_encrypt,
+        may_restart=wish is not None and wish.restart,
+    )
+
+
+class ToSave(NamedTuple):
+    """What is saved of a running job."""
+
+    job: Job
+    vms: list[Vm]  # the one with its script first
+    storage: Storage
+    bound: int  # bytes that their states may take
+
+
+def what_to_save(context: Context, attempt: Attempt) -> ToSave:
+    """What would be saved of a running job. Raises `Refused` if it cannot be saved now. Nothing is changed."""
     state, job_id = context.state, attempt.job.job_id
     job = context.scheduler.jobs.get(job_id) if context.world.scheduler else None
     if job is None or job.ref != attempt.job:
@@ -78,17 +112,7 @@ def new_state(context: Context, attempt: Attempt, asked: Reason) -> Saved:
     bound = sum(bound_of(state, vm) for vm in vms)
     if why := why_no_room(context, attempt.uid, host, bound):
         raise Refused(f"job {job_id} cannot be saved: {why}", hint="multiverse saved shows what takes the room")
-    wish = attempt.request.save
-    return replace(
-        _row_of(context, vms[0], job, asked),
-        others=tuple(map(_part_of, vms[1:])),
-        storage=storage.name,
-        machine=storage.machine,
-        runs=attempt.runs,
-        bound=bound,
-        encrypted=context.policy.save_encrypt,
-        may_restart=wish is not None and wish.restart,
-    )
+    return ToSave(job, vms, storage, bound)
 
 
 def _script_first(attempt: Attempt, job: Job, vms: list[Vm]) -> list[Vm]:
@@ -148,13 +172,23 @@ def _row_of(context: Context, vm: Vm, job: Job, asked: Reason) -> Saved:
 
 
 def with_its_state(state: State, attempt: Attempt, why: Reason | None) -> Reason | None:
-    """Why a job waits; of a saved one since when it is saved, and where its state is, before that."""
+    """Why a job waits; of a saved one since when it is saved, for which other job or why else if it was evicted, and
+    where its state is, before that."""
     saved = state.saved_for(attempt.job)
     if saved is None or why is None:
         return why
+    cause, job, by = why_evicted(saved), "", None
+    if cause is not None and cause.kind is Why.PREEMPTED:
+        (job,), by, cause = cause.jobs, dict(cause.figures)["by"], None
     if saved.kept:
-        return Why.SAVED_SINCE(why, at=saved.begun, host=saved.kept)
-    return Why.SAVED_SINCE(why, at=saved.begun, size=saved.bytes >> 20 or None, storage=saved.storage)
+        return Why.SAVED_SINCE(cause, why, at=saved.begun, host=saved.kept, job=job, by=by)
+    size = saved.bytes >> 20 or None
+    return Why.SAVED_SINCE(cause, why, at=saved.begun, size=size, storage=saved.storage, job=job, by=by)
+
+
+def why_evicted(saved: Saved) -> Reason | None:
+    """Why the job was saved, if that was an eviction."""
+    return saved.asked if not saved.checkpoint and cause_of(saved.asked) else None
 
 
 def let_frozen_jobs_go_on(context: Context) -> None:

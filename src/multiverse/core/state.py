@@ -15,6 +15,7 @@ from typing import Any
 from multiverse.core.capacity_index import CapacityIndex, SlotTable, Touched
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key
+from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import Claim, Drain, HostState, KnownHost
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, JobRef, Lease, Request
 from multiverse.core.model.reason import Reason, Why
@@ -79,6 +80,9 @@ class State(LiveRows):
             -1,
             0.0,
         )  # nothing could go ahead: count of changes, first attempt, until
+        # The attempt for which no eviction could begin, and until when it is not looked at again.
+        self.looked_for_room: tuple[int | None, float] = (None, 0.0)
+        self.held_back: dict[str, list[Step]] = {}  # evictions that a limit holds back, by method
         self.placement_faults: dict[str, str] = {}  # by the name of a placement policy, why it was passed over last
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""
@@ -367,6 +371,10 @@ class State(LiveRows):
     def asking_to_be_saved(self) -> list[Attempt]:
         """The attempts whose jobs run, and are to be saved ahead of their time limits or to have checkpoints."""
         return [self.attempts[id_] for id_ in self._indexes.asking_to_be_saved[()]]
+
+    def evicted(self) -> list[Attempt]:
+        """The attempts of whose jobs evictions are known."""
+        return [self.attempts[id_] for id_ in self._indexes.evicted[()]]
 
     def restored_from(self, saved: Saved) -> list[Vm]:
         """The VMs that go on as a saved job, the one with its script first. Of a VM of several that was lost, there is

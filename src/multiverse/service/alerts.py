@@ -16,9 +16,10 @@ from multiverse.controller.effects import Failure
 from multiverse.controller.users import LookupFailure
 from multiverse.core.capacity.sizes import short_of_disk, short_of_memory
 from multiverse.core.model.basics import Key
+from multiverse.core.model.eviction import LIMITS, Step
 from multiverse.core.model.host import HostState, KnownHost
 from multiverse.core.model.job import OPEN_LEASES, Attempt, AttemptState, Lease, LeaseState
-from multiverse.core.model.reason import worded
+from multiverse.core.model.reason import Reason, worded
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, Template, TemplateState, Vm, VmCondition, VmState
 from multiverse.core.model.world import Row, World
@@ -167,6 +168,13 @@ EFFECT = Wrong(
     "{effect} of {subject} failed {failures} times in a row: {reason}",
     "remove the cause; the next attempt is in {left:span}",
 )  # fmt: skip
+HELD_BACK = Wrong(
+    "eviction", "warning", "{setting}-{name}",
+    "[host {host} is not emptied][job {waiting} gets no room]: for {seconds:span} a limit has held back the eviction "
+    "of [job {jobs:four}]: {limit}",
+    "see what waits: multiverse rebalance --dry-run; it goes on by itself once the limit permits; if hosts, network "
+    "and storage can bear more, raise rebalance.{setting}",
+)  # fmt: skip
 ORPHAN_IDLE = Wrong(
     "orphan", "notice", "{name}",
     "VM {vm} is on host {host}, and no record explains it",
@@ -227,6 +235,25 @@ def failing_effect(failure: Failure, now: float) -> Alert:
     return EFFECT(
         name=name, subject=subject, effect=effect.kind, failures=failure.times, reason=failure.reason, left=left
     )
+
+
+def evictions_held_back(held: Iterable[Step], policy: Policy, now: float) -> Iterator[Alert]:
+    """The evictions that a limit has held back for long, together if they are for the same reason."""
+    groups: dict[tuple[Reason, str], list[Step]] = {}
+    for step in held:
+        if step.held is not None and now - step.held_since > policy.evict_alert:
+            groups.setdefault((step.why, LIMITS[step.held.kind]), []).append(step)
+    for (why, setting), steps in groups.items():
+        host, waiting = next(iter(why.hosts), ""), next(iter(why.jobs), "")
+        yield HELD_BACK(
+            jobs=tuple(dict.fromkeys(step.attempt.job.job_id for step in steps)),
+            setting=setting,
+            name=host or waiting,
+            host=host,
+            waiting=waiting,
+            seconds=now - steps[0].held_since,
+            limit=steps[0].held,
+        )
 
 
 def _orphan_vms(rows: Rows) -> Iterator[Alert]:

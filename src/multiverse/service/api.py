@@ -152,6 +152,11 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
     async def leases() -> list[api.LeaseView]:
         return backend.leases()
 
+    @app.get("/evictions")
+    async def evictions() -> list[api.EvictionView]:
+        """Running jobs that would leave their hosts now: by a move, or by a save. Nothing is begun by this request."""
+        return backend.evictions()
+
     @app.get("/saved")
     async def saved() -> list[api.SavedView]:
         """Jobs that are being saved, or are saved."""
@@ -180,7 +185,7 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
         with _status(400):
             names = names_of_hosts(request.hosts)
         with _committed():
-            return await backend.change_hosts(verb, names, request.reason, request.begins, move=request.move)
+            return await backend.change_hosts(verb, names, request)
 
     @app.post("/moves")
     async def move(request: api.MoveRequest) -> api.MoveBegun:

@@ -21,7 +21,7 @@ from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder
 from multiverse.controller.loop import Controller
 from multiverse.core.context import Context
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.explanation import compatible_hosts
+from multiverse.core.explanation import compatible_hosts, is_being_evicted
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import Drain
 from multiverse.core.model.job import Attempt
@@ -35,7 +35,7 @@ from multiverse.ports import Clock
 from multiverse.service import alerts, convert, metrics
 from multiverse.service.convert import ShownJob, size_view
 from multiverse.service.explanations import OPERATOR, Explanations, Viewer
-from multiverse.service.hosts import Troubles, host_views, lease_views, saved_view, without_noise
+from multiverse.service.hosts import Troubles, eviction_view, host_views, lease_views, saved_view, without_noise
 from multiverse.service.startup import Processes
 from multiverse.service.statistics import Statistics
 from multiverse.store import Pruning, Store
@@ -122,6 +122,7 @@ COMMIT_TIMEOUT = 10.0  # seconds that a client waits for its command to be commi
 FAILURES_UNTIL_ALERT = 3  # failures in a row that make a repeated effect an alert: one or two are routine
 PRUNE_LIMIT = 2.0  # seconds that one request to prune takes
 MAX_TIMELINES = 100  # the most timelines that a user is shown at a time
+MAX_HELD = 200  # the most evictions that are held back and are shown to viewers
 MAX_JOBS = 10000  # the most attempts that one answer lists
 
 Source = tuple[str, tuple[Any, ...], Callable[[], object]]
@@ -202,6 +203,7 @@ class Backend:
                 alerts.PLACEMENT(policy=name, reason=why)
                 for name, why in sorted(controller.state.placement_faults.items())
             ),
+            *alerts.evictions_held_back(controller.held_evictions(), controller.policy, now),
             *(alerts.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
             *(alerts.ORPHAN(name=name) for name in controller.orphans()),
             *(api.Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
@@ -218,6 +220,7 @@ class Backend:
             metrics.of_the_daemon(self.store.commits, programs, self.sources(), self.controller.effects_ended),
             metrics.of_rows(convert.row_counts(rows), convert.stage_counts(attempts), waiting, self.alerts()),
             metrics.of_moves(self.statistics),
+            metrics.of_evictions(self.statistics, self.controller.held_evictions()),
             metrics.of_hosts(self.hosts()),
             metrics.of_usage(self.utilization.recorder.current() if self.utilization else {}),
         )
@@ -244,7 +247,8 @@ class Backend:
         jobs = world.scheduler.value.jobs if world.scheduler else {}
         state, reasons = self.controller.state, self._waiting_reasons(attempts)
         told = {one.id: why for one in attempts if (why := with_its_state(state, one, reasons.get(one.id)))}
-        return convert.job_facts(attempts, vms, told, jobs, self.controller.users.name)
+        evicted = {one.id for one in attempts if is_being_evicted(state, one)}
+        return convert.job_facts(attempts, vms, told, jobs, self.controller.users.name, evicted)
 
     def _waiting_reasons(self, attempts: Sequence[Attempt]) -> Mapping[int, Reason]:
         controller = self.controller
@@ -293,6 +297,11 @@ class Backend:
         )
         return host_views(rows, controller.world(), self.clock.now(), troubles)
 
+    def evictions(self) -> list[api.EvictionView]:
+        """The jobs that would leave their hosts now. Nothing is begun."""
+        epoch = self.controller.world().epoch
+        return [eviction_view(one, epoch) for one in self.controller.evictions()]
+
     def host_names(self) -> list[str]:
         """The hosts in reach, by name."""
         return sorted(self.controller.world().hosts)
@@ -322,6 +331,10 @@ class Backend:
                 for one, facts in self._job_facts(list(state.attempts.values()), state.vms.values())
             ),
             "alerts": ((f"{one.kind} {one.name}", ("alert", one), partial(_itself, one)) for one in self.alerts()),
+            "evictions": (
+                (f"{one.method} {one.vm}", ("eviction", one), partial(_itself, one))
+                for one in (eviction_view(step, epoch) for step in self.controller.held_evictions()[:MAX_HELD])
+            ),
         }
 
     def _vms_shown(self) -> Iterator[Source]:
@@ -346,6 +359,7 @@ class Backend:
             vms=Counter(str(vm.state) for vm in state.vms.values()),
             sources={one.name: "" if one.known else one.failure or "not yet observed" for one in self.sources()},
             rates=self.statistics.rates(now),
+            evictions=self.statistics.evictions.lately(now),
         )
 
     # --- commands ----------------------------------------------------------------------------------
@@ -362,12 +376,10 @@ class Backend:
         command = Command(verb, host, image, size=Size(*size) if size else None, account=account)
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
-    async def change_hosts(
-        self, verb: str, names: Sequence[str], reason: str, begins: float | None, *, move: bool = False
-    ) -> api.HostsChanged:
+    async def change_hosts(self, verb: str, names: Sequence[str], request: api.HostRequest) -> api.HostsChanged:
         """Have a change (`verb`: add, drain, resume or remove) to hosts committed, together."""
-        at = self.clock.wall() if begins is None else begins
-        drain = Drain(at, reason, move) if verb == "drain" else None
+        at = self.clock.wall() if request.begins is None else request.begins
+        drain = Drain(at, request.reason, request.move, request.save) if verb == "drain" else None
         made = [self.controller.command(Command(verb, host=name, drain=drain)) for name in names]
         async with asyncio.timeout(COMMIT_TIMEOUT):
             results = await asyncio.gather(*made, return_exceptions=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from multiverse import api
@@ -22,6 +22,8 @@ from multiverse.core.rows import Rows
 from multiverse.core.transition import Event
 from multiverse.service.statistics import PHASES
 from multiverse.store import Entry
+
+Tell = Callable[[Reason | None], str]  # words a reason, as far as whoever asks may be told of it
 
 # --- jobs -------------------------------------------------------------------------------------------------
 
@@ -55,6 +57,7 @@ class ShownJob(NamedTuple):
     order: int
     user: str  # its name, or uid
     vms: tuple[str, ...]
+    evicted: bool = False  # its last eviction goes on
 
 
 def job_facts(
@@ -63,15 +66,18 @@ def job_facts(
     waiting: Mapping[int, Reason],
     jobs: Mapping[str, Job],
     user_name: Callable[[int], str],
+    evicted: Collection[int] = (),
 ) -> Iterator[tuple[Attempt, ShownJob]]:
-    """The facts for each attempt, from all their VMs, why they wait, and the jobs that the scheduler shows."""
+    """The facts for each attempt, from all their VMs, why they wait, the jobs that the scheduler shows, and the
+    attempts whose jobs are being evicted."""
     names: defaultdict[int | None, list[str]] = defaultdict(list)
     for vm in vms:
         names[vm.attempt].append(vm.name)
     for one in attempts:
         job = jobs.get(one.job.job_id)
         order = job.rank if job else UNKNOWN_ORDER
-        yield one, ShownJob(text_of(waiting.get(one.id)), order, user_name(one.uid), tuple(names.get(one.id, ())))
+        why, owner, of_job = text_of(waiting.get(one.id)), user_name(one.uid), tuple(names.get(one.id, ()))
+        yield one, ShownJob(why, order, owner, of_job, one.id in evicted)
 
 
 def job_view(
@@ -104,6 +110,26 @@ def job_view(
         quarantined=text_of(attempt.quarantined),
         usage=used,
         origin=attempt.origin,
+        evictions=job_evictions(attempt, facts.evicted),
+    )
+
+
+def job_evictions(
+    attempt: Attempt, under_way: bool, tell: Tell = text_of, *, hosts: bool = True
+) -> tuple[api.JobEvictionView, ...]:
+    """The evictions of its job. `under_way`: the last one goes on; `hosts`: they may be named."""
+    last = len(attempt.evictions) - 1
+    return tuple(
+        api.JobEvictionView(
+            at=round(one.at, 1),
+            way=one.way,
+            host=one.host if hosts else "",
+            reason=tell(one.why),
+            memory=one.memory,
+            took=one.took if one.took is None else round(one.took, 1),
+            under_way=under_way and number == last,
+        )
+        for number, one in enumerate(attempt.evictions)
     )
 
 
@@ -237,7 +263,6 @@ def template_views(rows: Rows, epoch: float) -> list[api.TemplateView]:
 
 # --- timelines --------------------------------------------------------------------------------------------
 
-Tell = Callable[[Reason | None], str]  # words a reason, as far as whoever asks may be told of it
 _PHASES = ("queued", "clone", "join", "launch", "run", "reclaim")
 _PHASE_OF_EFFECT = {"create": "clone", "start": "join"}  # phases whose stages an effect reports
 

@@ -19,6 +19,7 @@ from multiverse.core.explanation import (
     explain_ended,
     explain_new,
     immediate_capacity,
+    is_being_evicted,
     sizes_to_show,
     usage,
     what_if,
@@ -28,7 +29,7 @@ from multiverse.core.model.job import Attempt, AttemptState, Job, Request
 from multiverse.core.model.reason import Reason, Why, text_of
 from multiverse.core.policy import Policy
 from multiverse.ports import Clock
-from multiverse.service.convert import size_view
+from multiverse.service.convert import job_evictions, size_view
 from multiverse.store import Store
 
 
@@ -83,7 +84,7 @@ class Explanations:
             if attempt.request in asked:  # tasks of one array: it is the same for all
                 found = replace(found, hosts=())
             asked.add(attempt.request)
-            views.append(_view(attempt, found, viewer))
+            views.append(_view(attempt, found, viewer, evicted=is_being_evicted(context.state, attempt)))
         views += [_view_of_new(one, context.policy, viewer) for one in new[: TASKS - len(views)]]
         return api.ExplanationsView(tuple(views), len(shown) + len(new) - len(views))
 
@@ -166,7 +167,7 @@ class Explanations:
         return context
 
 
-def _view(attempt: Attempt, found: Explanation, viewer: Viewer) -> api.ExplanationView:
+def _view(attempt: Attempt, found: Explanation, viewer: Viewer, *, evicted: bool) -> api.ExplanationView:
     own = attempt.job.job_id
     reasons = _reasons(found.sentences, viewer, own)
     return api.ExplanationView(
@@ -184,6 +185,7 @@ def _view(attempt: Attempt, found: Explanation, viewer: Viewer) -> api.Explanati
         expected=_time(found.expected),
         hosts=tuple(_group(one, viewer) for one in found.hosts),
         reasons=reasons,
+        evictions=job_evictions(attempt, evicted, viewer.teller(own), hosts=viewer.hosts),
     )
 
 

@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SavedView, SizeView
+from multiverse.api import EvictionView, HostFaultView, HostView, LeaseView, NumaView, SavedView, SizeView
 from multiverse.core.capacity.room import left_behind
 from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model.basics import Size
+from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import Host, HostFault, HostState, HypervisorView, KnownHost
 from multiverse.core.model.job import OPEN_LEASES, Lease, LeaseState
 from multiverse.core.model.machine import HOST_CPU, MachineKind, common_model
@@ -261,6 +262,12 @@ def _todo_of_leased(lease: Lease, state: str) -> str:
             return "it is given back when its jobs have ended"
         case _:
             return ""
+
+
+def eviction_view(step: Step, epoch: float) -> EvictionView:
+    job, vm, held = step.attempt.job.job_id, step.vm, str(step.held or "")
+    since = round(epoch + step.held_since, 1) if step.held else None
+    return EvictionView(step.method, job, vm.name, vm.host, step.to, step.memory, str(step.why), held, since)
 
 
 def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from multiverse.api import Alert, HostView, SizeView, SourceView
 from multiverse.config import listening_address
 from multiverse.core.errors import Refused
+from multiverse.core.model.eviction import LIMITS, Step
 from multiverse.core.model.usage import HostUsage, Usage
 from multiverse.service.startup import bind, bind_tcp
 from multiverse.service.statistics import Statistics
@@ -96,6 +97,17 @@ def of_moves(moved: Statistics) -> Iterator[Metric]:
     for (effect, stage), one in sorted(moved.stages.items()):
         stages.add_metric((effect, stage), one.cumulative(), one.total)
     yield stages
+
+
+def of_evictions(moved: Statistics, held: Iterable[Step]) -> Iterator[Metric]:
+    """`held` are those that a limit holds back."""
+    kind, found = ("way", "cause"), moved.evictions
+    failed = {one: found.failed[one] for one in found.begun}
+    yield _counter("evictions", "Evictions of running jobs that were begun.", kind, found.begun)
+    yield _counter("evictions_failed", "Evictions by which a job did not leave its host.", kind, failed)
+    limits = Counter(dict.fromkeys(LIMITS.values(), 0))
+    limits.update(LIMITS[step.held.kind] for step in held if step.held is not None)
+    yield _gauge("evictions_held", "Evictions that a limit of rebalance holds back now.", ("limit",), limits)
 
 
 def of_hosts(hosts: Sequence[HostView]) -> Iterator[Metric]:

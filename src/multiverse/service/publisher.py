@@ -35,7 +35,7 @@ KEPT = 64  # events that are kept for viewers that are behind. Who is further be
 PIECE = 65536
 """Bytes that are handed to a connection at a time: what a slow viewer does not take yet is not copied for it."""
 
-KINDS = ("hosts", "vms", "jobs", "alerts")
+KINDS = ("hosts", "vms", "jobs", "alerts", "evictions")
 
 
 # --- documents --------------------------------------------------------------------------------------------

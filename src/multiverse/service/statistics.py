@@ -14,9 +14,12 @@ from typing import Any
 
 import structlog
 
-from multiverse.api import Quantiles, RatesView
+from multiverse.api import EvictionCounts, Quantiles, RatesView
+from multiverse.core.model.basics import Key
+from multiverse.core.model.eviction import cause_of
 from multiverse.core.model.job import Attempt
-from multiverse.core.model.reason import text_of
+from multiverse.core.model.reason import Why, text_of
+from multiverse.core.model.saved import UNWRITTEN, Saved
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.model.world import Row
 from multiverse.core.rows import LiveRows
@@ -88,6 +91,66 @@ class _Step:
     times: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
+EVICTION_STEP = 600.0  # seconds of one entry of a series of evictions
+EVICTIONS_KEPT = 36  # entries: six hours
+
+_GIVEN_UP = frozenset({Event.STAYED, Event.LOST, Event.DIED, Event.ABANDONED, Event.HELD_BACK, Event.UNWRITTEN})
+"""Events of a VM that moves, or of a job that is being saved, by which it does not leave its host as it should."""
+
+_JOB_OVER = frozenset({Why.SAVED_JOB_OVER, Why.SAVED_RUN_OVER})
+
+
+class Evictions:
+    """How many evictions there were, by way and cause. One that fails is known as such if it began in this process."""
+
+    def __init__(self) -> None:
+        self.begun: Counter[tuple[str, str]] = Counter()
+        self.failed: Counter[tuple[str, str]] = Counter()
+        self._under_way: dict[Key, tuple[str, str]] = {}  # by VM, or saved job
+        self._steps: deque[tuple[int, Counter[tuple[str, str]], Counter[tuple[str, str]]]] = deque(
+            maxlen=EVICTIONS_KEPT
+        )  # each with its time in units of EVICTION_STEP
+
+    def moved(self, change: Change, now: float) -> None:
+        row, event = change.row, change.event
+        if event is Event.MOVE and change.reason is not None and change.reason.because:
+            self._begin(row.key, "move", cause_of(change.reason.because[0]), now)
+        elif event is Event.ASKED and isinstance(row, Saved):
+            self._begin(row.key, "save", cause_of(row.asked), now)
+        elif row.key in self._under_way and row.state not in (VmState.MOVING, *UNWRITTEN):
+            kind = self._under_way.pop(row.key)
+            if event in _GIVEN_UP and (change.reason is None or change.reason.kind not in _JOB_OVER):
+                self.failed[kind] += 1
+                self._step(now)[2][kind] += 1
+
+    def lately(self, now: float) -> tuple[EvictionCounts, ...]:
+        newest = int(now // EVICTION_STEP)
+        numbers = range(newest - EVICTIONS_KEPT + 1, newest + 1)
+        steps = {number: (begun, failed) for number, begun, failed in self._steps if number in numbers}
+        none = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        return tuple(
+            EvictionCounts(
+                *kind,
+                EVICTION_STEP,
+                tuple(steps.get(number, none)[0][kind] for number in numbers),
+                sum(failed[kind] for _, failed in steps.values()),
+            )
+            for kind in sorted({kind for counts in steps.values() for one in counts for kind in one})
+        )
+
+    def _begin(self, key: Key, way: str, cause: str, now: float) -> None:
+        if cause:
+            self._under_way[key] = (way, cause)
+            self.begun[way, cause] += 1
+            self._step(now)[1][way, cause] += 1
+
+    def _step(self, now: float) -> tuple[int, Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+        number = int(now // EVICTION_STEP)
+        if not self._steps or self._steps[-1][0] != number:
+            self._steps.append((number, Counter(), Counter()))
+        return self._steps[-1]
+
+
 class Statistics:
     """A watcher of the controller."""
 
@@ -105,6 +168,7 @@ class Statistics:
         """Attempts that ended, by how."""
         self.clones: Counter[tuple[str, str, str]] = Counter()
         """VMs that were made, by image, kind and host."""
+        self.evictions = Evictions()
         self._moments: dict[int, dict[Event, float]] = {}  # of live attempts
         self._steps: deque[_Step] = deque(maxlen=KEPT)
 
@@ -113,6 +177,7 @@ class Statistics:
         for move in moves:
             for change in move.changes:
                 self._count(step, change.row, change.event)
+                self.evictions.moved(change, now)
                 if isinstance(change.row, Attempt):
                     self._measure(step, change.row, change.event, now)
 

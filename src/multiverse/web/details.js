@@ -74,6 +74,7 @@ class Details extends View {
         facts([["Name", job.name], ["User", job.user], ["Size", size(job)], ["Image", `${job.image}, ${job.kind} clone`],
           ["State", lasting(job)], ["Restarts", job.restarts ? String(job.restarts) : ""],
           ["VMs", job.vms.length ? links("vm", job.vms) : ""]]),
+        evicted(job.evictions),
         considered(found?.explained),
       ] : [h("p", { class: "says" }, found?.explained?.text || found?.error || (found ? "the job has ended" : ""))]),
       ...(found?.views ?? []).toReversed().map((view, i) => timeline(view, i === 0)),
@@ -141,6 +142,17 @@ async function ask(address) {
   } catch {
     return { error: "the controller does not answer" };
   }
+}
+
+// When the job left a host, or was to, and why.
+function evicted(evictions) {
+  if (!evictions.length) return null;
+  return h("details", {}, h("summary", {}, `Evicted ${evictions.length === 1 ? "once" : `${evictions.length} times`}`),
+    h("ul", { class: "events considered" }, evictions.toReversed().map((one) => {
+      const went = one.took !== null ? `in ${duration(one.took)}` : one.under_way ? "and has yet to go on" : "but stayed";
+      return h("li", {}, h("time", {}, new Date(one.at * 1000).toLocaleString()),
+        h("span", {}, `${one.way === "move" ? "moved" : "saved"} from ${one.host} ${went}, ${memory(one.memory)}`), h("small", {}, one.reason));
+    })));
 }
 
 // The hosts that were considered for a job that waits, and why each was passed over.

@@ -2,6 +2,7 @@ import { store } from "./store.js";
 import "./header.js";
 import "./alerts.js";
 import "./rates.js";
+import "./evictions.js";
 import "./hosts.js";
 import "./jobs.js";
 import "./details.js";

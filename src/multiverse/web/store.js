@@ -1,7 +1,7 @@
 // What is known, as the controller last told it: one snapshot, and then what changes in it.
 
 const KINDS = { hosts: (one) => one.name, vms: (one) => one.name, jobs: (one) => String(one.attempt),
-                alerts: (one) => `${one.kind} ${one.name}` };
+                alerts: (one) => `${one.kind} ${one.name}`, evictions: (one) => `${one.method} ${one.vm}` };
 const SILENT_AFTER = 25; // seconds: the controller says something every ten
 
 class Store extends EventTarget {
@@ -9,6 +9,7 @@ class Store extends EventTarget {
   vms = new Map();
   jobs = new Map();
   alerts = new Map();
+  evictions = new Map(); // that a limit holds back
   summary = null;
   connection = "connecting";
   #source = null;

@@ -25,6 +25,7 @@ from multiverse_lab.bench.hpcc import HPCC_INPUT, hpcc_figures
 from multiverse_lab.cli.demo_first import first_impression
 from multiverse_lab.cli.demo_jobs import LOG_HINT, DemoJob, eventually, follow, text_of
 from multiverse_lab.cli.demo_physical import NODES, physical_nodes
+from multiverse_lab.cli.demo_preempt import demo_preempt
 from multiverse_lab.cli.demo_saved import saved_job
 from multiverse_lab.lab.layout import Layout, layout
 from multiverse_lab.lab.lifecycle import Progress
@@ -66,6 +67,9 @@ def demo(
     images: Annotated[Path, typer.Option("--images", help="Where images are kept.")] = Path(
         "/var/lib/multiverse/images"
     ),
+    preempt: Annotated[
+        bool, typer.Option("--preempt", help="Another story: urgent jobs take the places of others, which go on later.")
+    ] = False,
 ) -> None:
     """Build the image, start a lab, run real jobs in VMs, show where their time went, leave nothing running.
 
@@ -77,7 +81,10 @@ def demo(
         build_image(
             IMAGE, "slim", images, packages=("hpcc",), progress=lambda line: say(line.removeprefix(f"image {IMAGE}: "))
         )
-    interrupts.run(_demo(directory, images))
+    if preempt:
+        interrupts.run(demo_preempt(directory, IMAGE, images, _lab_progress, _templates))
+    else:
+        interrupts.run(_demo(directory, images))
 
 
 def _lab_progress(where: Layout, say: Callable[[str], None]) -> Progress:

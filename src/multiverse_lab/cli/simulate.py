@@ -30,7 +30,7 @@ History = Annotated[
     str,
     typer.Option(
         help="Of a seed: crowded, operated, leasing, requesting, overflowing, failing, saving, moving, "
-        "checkpointing or sleeping. By default that with faults."
+        "checkpointing, sleeping or evicting. By default that with faults."
     ),
 ]
 

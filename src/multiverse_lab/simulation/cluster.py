@@ -22,8 +22,10 @@ from multiverse.core.model.job import (
     SHORT_RUN,
     YEAR,
     JobState,
+    Maintenance,
     NodeReservation,
     NodeSpec,
+    Preemption,
     SchedulerView,
 )
 from multiverse_lab.simulation.clock import EPOCH
@@ -69,6 +71,8 @@ class ClusterSettings:
     bf_cycle: tuple[float, float] = (0.0, 3.0)  # from the beginning of such a cycle to its end
     min_wait: float = 0.0  # seconds that a job waits for physical nodes before it may be moved to a VM
     forgets: float = 0.0  # the share of requeues of saved jobs after which slurmctld is killed before it has kept them
+    preemption: Preemption | None = None  # as it is shown; the scheduler itself preempts no job
+    maintenance: tuple[Maintenance, ...] = ()  # of machines, in virtual time
 
 
 @dataclass
@@ -558,7 +562,19 @@ class Cluster:
         found = (
             (self.reservation,) if self.reservation and self.reservation.ends > self.epoch + self._loop.time() else ()
         )
-        return SchedulerView(jobs, nodes, self._limits_left(), reservations=found)
+        maintenance = tuple(
+            replace(one, begins=self.epoch + one.begins, ends=self.epoch + one.ends)
+            for one in self.settings.maintenance
+            if self._loop.time() < one.ends
+        )
+        return SchedulerView(
+            jobs,
+            nodes,
+            self._limits_left(),
+            reservations=found,
+            preemption=self.settings.preemption,
+            maintenance=maintenance,
+        )
 
     def _ends(self, job: JobRecord) -> float | None:
         """The Unix time by which a job that runs has ended at the latest; None if it does not run."""

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from multiverse.core.errors import Refused
 from multiverse_lab.simulation.generate import crowded, failing, leasing, operated, overflowing, requesting, with_faults
 from multiverse_lab.simulation.generate_checkpoints import checkpointing
+from multiverse_lab.simulation.generate_evicting import evicting
 from multiverse_lab.simulation.generate_moving import moving
 from multiverse_lab.simulation.generate_saving import saving
 from multiverse_lab.simulation.generate_sleeping import sleeping
@@ -61,6 +62,11 @@ SLEEPING = 16
 """Of every so many seeds, one is also simulated with jobs that are suspended for long."""
 
 
+EVICTING = 16
+"""Of every so many seeds, one is also simulated with jobs that leave their hosts for urgent ones, and off drained
+hosts."""
+
+
 SAVING = 8
 """Of every so many seeds, one is also simulated with jobs that are saved and resumed."""
 
@@ -84,6 +90,7 @@ HISTORIES = {
     "moving": SeedHistory(moving, MOVING, 6),
     "sleeping": SeedHistory(sleeping, SLEEPING, 13),
     "checkpointing": SeedHistory(checkpointing, CHECKPOINTING, 10),
+    "evicting": SeedHistory(evicting, EVICTING, 3),
 }
 
 

@@ -28,7 +28,8 @@ class Batch:
     `sockets`, among which the CPUs are divided evenly. `account` is the account whose own templates the job needs;
     empty where all accounts share them. `placement` names the policy that places its VMs. A run is ended after `limit`
     seconds (None: it has no limit). `save` says that the job is to be saved ahead of that, and how long ahead. `origin`
-    is the partition of physical nodes that it is submitted to; empty for the gate.
+    is the partition of physical nodes that it is submitted to; empty for the gate. `preempt_class` is its class in the
+    cluster's `Preemption`.
     """
 
     name: str = "job"
@@ -56,6 +57,7 @@ class Batch:
     origin: str = ""
     save: SaveWish | None = None
     checkpoint: CheckpointWish | None = None
+    preempt_class: str = ""
 
 
 @dataclass(eq=False)
@@ -178,6 +180,7 @@ class JobRecord:
             origin=batch.origin,
             at_origin=self.at_origin,
             delayed_until=delayed_until if pending else None,
+            preempt_class=batch.preempt_class,
         )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from multiverse.core.model.job import Eviction
 from multiverse.store import Entry
 from multiverse_lab.simulation.faults import Call, PlannedFault
 from multiverse_lab.simulation.scenario import Scenario
@@ -27,6 +29,7 @@ class Outcome:
     entries: tuple[Entry, ...] = ()
     told: tuple[str, ...] = ()  # what the users of jobs were told, in the order of the jobs
     runs: tuple[tuple[str, float, float], ...] = ()  # of scripts: the job's name, begin and end
+    evictions: Mapping[str, tuple[Eviction, ...]] = field(default_factory=dict)  # of each job, by its id
     starts_kept: int = 0  # how often the first job in the queue started by the time that its user was told
     transitions: Counter[str] = field(default_factory=Counter)  # how often each one happened, by `transition_name`
 

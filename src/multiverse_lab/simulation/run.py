@@ -761,6 +761,10 @@ class _Simulation:
                 for one in self.world.runs
                 if one.ended is not None
             ),
+            evictions={
+                one.job.job_id: one.evictions
+                for one in sorted(self.store.attempts(limit=1 << 40), key=lambda one: one.id)
+            },
             starts_kept=self.starts.kept,
             told=tuple(text for job in self.world.cluster.history for text in job.told),
             transitions=Counter(transition_name(e.kind, e.source, e.event, e.target) for e in changes),

@@ -216,7 +216,8 @@ class Operators:
     async def _apply(self, host: str, incident: Incident) -> None:
         match incident.kind:
             case IncidentKind.HOST_DRAINED:
-                drain = Drain(self.wall(), "a fan", moves=True)
+                moves, saves = incident.pick * 13 % 1 < 0.8, incident.pick * 7 % 1 < 0.6
+                drain = Drain(self.wall(), "a fan", moves, saves)
                 await self._until(Command("drain", host, drain=drain), host, drained=True)
                 await asyncio.sleep(incident.seconds)
                 await self._until(Command("resume", host), host, drained=False)

@@ -221,7 +221,8 @@ class SlurmSystem:
 
     @cached_property
     def notices(self) -> Sequence[Notice]:
-        return [Notice("unserved", *found[1:]) for found in conf.unsupported(read(self._settings.slurm.conf))]
+        text, preempts = read(self._settings.slurm.conf), self._settings.preempts
+        return [Notice("unserved", *found[1:]) for found in conf.unsupported(text, preempts=preempts)]
 
     def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
         return self._node_count.lack(cpus)

@@ -12,7 +12,7 @@ Each attempt is checked once, and again when it, its job or the hosts change:
 Then the cases, in the order in which `Admission.consider` tries them, for attempts whose jobs are eligible:
 
  3. The attempt is in its back-off: nothing is decided.
- 4. An earlier run of the job may still go on: wait.
+ 4. An earlier run of the job may still go on, or the job was evicted for another one that still waits: wait.
  5. A limit of the scheduler's is used up, or a reservation of the scheduler's keeps all nodes: wait.
  6. It would fit only on hosts that are to be drained before it has surely ended: wait.
  7. An earlier job waits for capacity: wait behind it; but start ahead of it if it waits for room, and is not delayed by
@@ -55,7 +55,7 @@ from multiverse.core.machines.saved import limit_of_next_run
 from multiverse.core.machines.vm import plan_vm, take_vm
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.host import Host
-from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, Job, Request
+from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, Job, Request, went_on
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import COMPLETE, Saved, SavedState
 from multiverse.core.model.vm import OfferState, Vm, VmState
@@ -217,7 +217,7 @@ class Admission:
         job = self.queue.job_of(attempt.id)
         if self.state.now < attempt.not_before:  # 3
             return
-        if why := why_earlier_run(self.state, self.context.world, attempt):  # 4
+        if why := why_earlier_run(self.state, self.context.world, attempt) or self._gives_way(attempt):  # 4
             self._tell(attempt, why)
         elif attempt.origin and job.gated:
             return  # its own step sends it back to its partition
@@ -240,6 +240,15 @@ class Admission:
             self._block(attempt, Blockage.TURN, Why.TURN(), told)
         elif self._provision(attempt, choose_clones(self.context, attempt)):  # 11 to 14
             self.limits.subtract(dict(job.uses))
+
+    def _gives_way(self, attempt: Attempt) -> Reason | None:
+        """Case 4: the job was evicted for an urgent one that is still the first that waits for room."""
+        last = attempt.evictions[-1].why if attempt.evictions else None
+        if last is None or last.kind is not Why.PREEMPTED:
+            return None
+        first = self.state.attempts.get(self.state.blocking) if self.state.blocking is not None else None
+        waits = first is not None and first.job.job_id == last.jobs[0] and first.id in self.queue.candidates
+        return Why.GIVES_WAY(job=last.jobs[0]) if waits else None
 
     def _limit_reached(self, job: Job, first: Job | None = None) -> Reason | None:
         """Case 5. What the first job that waits for room will use of a limit is left to it."""
@@ -311,7 +320,9 @@ class Admission:
     def _admit_restored(self, attempt: Attempt, saved: Saved, vms: list[Vm]) -> None:
         job = self.queue.job_of(attempt.id)
         story, uses = Why.RESTORED(hosts=[vm.host for vm in vms]), dict(job.uses)
-        going_on = replace(attempt, runs=saved.runs + 1, limit=limit_of_next_run(saved, job))
+        evictions = attempt.evictions if saved.checkpoint else went_on(saved.evictions, self.context.now - saved.begun)
+        limit = limit_of_next_run(saved, job)
+        going_on = replace(attempt, runs=saved.runs + 1, limit=limit, evictions=evictions)
         kept = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
         self.state.move(
             admit_attempt(going_on, story), *map(plan_vm, vms), make=claims_of(self.context, vms), free=kept

@@ -16,6 +16,7 @@ from multiverse.core.context import Context
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.job import ENDING_STATES, WAITING_STATES, Attempt, AttemptState, JobState
 from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.saved import UNWRITTEN
 from multiverse.core.model.vm import OfferState, TemplateState, Vm, VmState
 
 A = AttemptState
@@ -88,15 +89,24 @@ def frees_by(context: Context, vm: Vm) -> float:
     return inf
 
 
+def _leaves(context: Context, vm: Vm, host: str) -> bool:
+    """Whether a VM whose job runs is on its way off a host: it moves to another one, or is being saved."""
+    if vm.state is VmState.MOVING:
+        return vm.host == host
+    return any(one.state in UNWRITTEN and not one.checkpoint for one in context.state.saved_of(vm))
+
+
 def releases_on(context: Context, host: str) -> list[Release]:
     """What is free again on a host and when, the earliest first. Templates that stay are left out."""
     state, found = context.state, []
     left_behind: defaultdict[int, float] = defaultdict(float)
     memory: dict[int, int] = {}
     for vm in state.vms_on(host):
-        at = frees_by(context, vm)
+        leaves = _leaves(context, vm, host)
+        at = context.now + context.policy.reclaim if leaves else frees_by(context, vm)
         attempt = state.attempt_of(vm)
-        steady = at == inf or (vm.state is VmState.SERVING and attempt is not None and attempt.state is A.ALLOCATED)
+        runs = vm.state is VmState.SERVING and attempt is not None and attempt.state is A.ALLOCATED
+        steady = at == inf or (runs and not leaves)
         found.append(Release(at, claimed(context, vm.key, host), steady))
         place = vm.place_on(host)
         if (id_ := place.template_id) is not None and place.template and id_ not in state.templates:

@@ -258,11 +258,8 @@ class CloneSupply:
             if saved.kept not in context.in_sight:
                 return NoRoom({}, Why.KEPT_AWAY(host=saved.kept))
             return [self._restored(attempt, saved, saved, saved.kept)]
-        largest = max((part.size for part in parts), key=lambda size: size.memory)  # by the sizes of their templates
-        able = every_host(context, largest, lambda host: bool(host.storage_of(saved)) and saved.image in host.images)
-        if not able:
+        if not (claims := claims_to_restore(context, saved)):
             return NoRoom({}, Why.NO_STORAGE(storage=" or ".join(saved.storages)))
-        claims = able.map(lambda host, size: vm_claim(size, host, saved.image, saved.kind))
         wanted = placement_request(context, attempt, saved.kind, len(parts))
         hosts = HostLimits(limit=others_on(context.state, attempt))
         chosen = place_vms(context, self.room, wanted, claims, attempt, hosts)
@@ -290,6 +287,13 @@ class CloneSupply:
             saved=saved.name_of(part),
             storage="" if saved.kept else self.context.hosts[host].storage_of(saved),
         )
+
+
+def claims_to_restore(context: Context, saved: Saved) -> HostMap[Size]:
+    """What each VM that goes on as it was saved claims, on the hosts that can restore it."""
+    largest = max((part.size for part in saved.parts), key=lambda size: size.memory)  # by the sizes of their templates
+    able = every_host(context, largest, lambda host: bool(host.storage_of(saved)) and saved.image in host.images)
+    return able.map(lambda host, size: vm_claim(size, host, saved.image, saved.kind))
 
 
 def supply_missing(context: Context, missing: VmsMissing) -> None:

@@ -93,6 +93,11 @@ def admit_attempt(attempt: Attempt, choice: Reason) -> Change:
     return Change(replace(attempt, state=A.CLAIMED, note=None, choice=choice), Event.ADMITTED, choice)
 
 
+def evict_job(attempt: Attempt, why: Reason) -> Change:
+    """Its job begins to leave its host, as its last eviction tells."""
+    return Change(attempt, Event.NOTED, why)
+
+
 def captured(attempt: Attempt, at: float, why: Reason) -> Change:
     """A checkpoint of its job is begun, at a Unix time."""
     return Change(replace(attempt, captured=at), Event.NOTED, why)
@@ -246,7 +251,14 @@ def _after_earlier_run(state: State, attempt: Attempt, job: Job, policy: Policy)
     launch = Why.LAUNCH_PENDING(why, limit=SHORT_RUN) if ended.short_runs else Why.END_PENDING(why)
     note = _many_short_runs(ended.short_runs, why) or (launch if pause else None)
     not_before = state.now + pause if pause else 0.0
-    return replace(attempt, not_before=not_before, note=note, caused=ended.caused, short_runs=ended.short_runs)
+    return replace(
+        attempt,
+        not_before=not_before,
+        note=note,
+        caused=ended.caused,
+        short_runs=ended.short_runs,
+        evictions=ended.evictions,
+    )
 
 
 def _open(state: State, job: Job, attempt: Attempt) -> Attempt:

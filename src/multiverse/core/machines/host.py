@@ -52,6 +52,10 @@ def drain_host(host: KnownHost, drain: Drain, why: Reason) -> Change:
     return Change(replace(host, drain=drain), Event.DRAINED, said(drain.reason) or why)
 
 
+def end_drain(host: KnownHost, why: Reason) -> Change:
+    return Change(replace(host, drain=None), Event.DRAINED, why)
+
+
 def resume_host(host: KnownHost, why: Reason) -> Change:
     """It is on, may get VMs, and all that failed there may be tried at once."""
     return Change(tried_at_once(replace(host, state=H.KNOWN, reason=None, drain=None)), Event.RESUMED, why)

@@ -11,7 +11,7 @@ from multiverse.core.machines.saved import is_kept_in_memory
 from multiverse.core.machines.sleep import find_asleep, step_sleep, wake_vm
 from multiverse.core.model.basics import ClaimKey, Depth
 from multiverse.core.model.host import Claim, HypervisorView
-from multiverse.core.model.job import ENDING_STATES, PINNED_STATES, Attempt, AttemptState, JobState, NodeState
+from multiverse.core.model.job import ENDING_STATES, PINNED_STATES, Attempt, AttemptState, JobState, NodeState, went_on
 from multiverse.core.model.reason import Reason, Why, said
 from multiverse.core.model.saved import WAITS_FOR_RUN
 from multiverse.core.model.vm import (
@@ -217,7 +217,8 @@ def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
     elif _runs_at(there, there.place, world):
         ended = Event.MOVED if left is vm.places[0] else Event.STAYED
         event = Event.PLACE_LEFT if vm.state is V.SETTLING else ended
-        state.move(Change(replace(there, state=V.SERVING, reason=None), event, why), free=free)
+        more = _went_on(state, vm) if event is Event.MOVED else []
+        state.move(Change(replace(there, state=V.SERVING, reason=None), event, why), *more, free=free)
     else:
         lost = replace(there, state=V.LOST, reason=_why_ended(state, there, left, world))
         state.move(Change(lost, Event.LOST, why), free=free)
@@ -249,9 +250,18 @@ def _step_moving(state: State, vm: Vm, world: World, policy: Policy) -> None:
     first, second = vm.places
     if _runs_at(vm, second, world) and not _runs_at(vm, first, world):
         moved = replace(vm, state=V.SETTLING, places=(second, first))
-        state.move(Change(moved, Event.MOVED, Why.GOES_ON(host=second.host)))
+        state.move(Change(moved, Event.MOVED, Why.GOES_ON(host=second.host)), *_went_on(state, vm))
     elif vm.state is V.MOVING and state.now - vm.since > policy.move_timeout:
         state.move(keep_vm_there(vm, Why.MOVE_LATE(limit=policy.move_timeout)))
+
+
+def _went_on(state: State, vm: Vm) -> list[Change]:
+    """Its job has left a host."""
+    attempt = state.attempt_of(vm)
+    if attempt is None or attempt.state is not AttemptState.ALLOCATED:
+        return []
+    evictions = went_on(attempt.evictions, state.now - vm.since)
+    return [Change(replace(attempt, evictions=evictions), Event.NOTED)] if evictions != attempt.evictions else []
 
 
 def vm_is_settled(state: State, vm: Vm, world: World) -> bool:

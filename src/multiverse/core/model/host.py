@@ -125,11 +125,14 @@ OFF_STATES = (HostState.FENCED, HostState.REMOVED, HostState.RETURNED)
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """An operator's word that a host gets no new VM. Before `begins` it gets VMs for jobs that surely end by then."""
+    """A host gets no new VM, as an operator or a reservation says. Before `begins` it gets VMs for jobs that surely end
+    by then."""
 
     begins: float = 0.0  # Unix time
     reason: str = ""
     moves: bool = False  # the VMs of its running jobs are to go to other hosts
+    saves: bool = False  # its running jobs that no other host takes are to be saved
+    reservation: str = ""  # of the scheduler, with which the drain ends; empty: an operator's, who ends it
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,16 @@ class NodeReservation:
         return Why.RESERVED(name=self.name, begins=self.begins, ends=self.ends)
 
 
+@dataclass(frozen=True, slots=True)
+class Maintenance:
+    """The scheduler's reservation of some machines for maintenance, from `begins` until `ends` (Unix times)."""
+
+    name: str
+    begins: float
+    ends: float
+    nodes: tuple[str, ...]  # of the scheduler
+
+
 def first_on(reservations: Collection[NodeReservation], now: float) -> NodeReservation | None:
     """The reservation that has begun and ends last."""
     return max((one for one in reservations if one.is_on(now)), key=lambda one: one.ends, default=None)
@@ -227,6 +237,23 @@ class Job(NamedTuple):
     at_origin: bool = False  # it waits there (eligible: long enough to be moved), or runs there without a VM of ours
     account: str = ""  # that it is charged to
     delayed_until: float | None = None  # Unix time: the scheduler's back-off of a requeued job, beside `eligible`
+    preempt_class: str = ""  # its class in `Preemption`; empty where the scheduler preempts no jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """Whose place a waiting job may take, by the scheduler's own settings. Classes are QOS, or partitions."""
+
+    takes: Mapping[str, frozenset[str]]  # by class of a waiting job: the classes of running jobs that it may preempt
+    exempt: Mapping[str, float]  # by class: seconds from its start for which a run is left alone; others have none
+    # By class of a running job, what the scheduler does to it itself: requeue, cancel or suspend. A class that is left
+    # alone has the mode off, and is in nobody's `takes`.
+    modes: Mapping[str, str]
+    grace: Mapping[str, float]  # by class: seconds from the signal until the scheduler kills it; others have none
+
+    def may_take(self, waiting: Job, running: Job) -> bool:
+        """Whether the class of a waiting job may preempt that of a running one, however long that has run."""
+        return running.preempt_class in self.takes.get(waiting.preempt_class, ())
 
 
 class NodeState(StrEnum):
@@ -295,6 +322,8 @@ class SchedulerView:
     pilots: Mapping[str, PilotSeen] = field(default_factory=dict)  # of our site's leases, by the scheduler's id
     leasable: Mapping[str, Size] = field(default_factory=dict)  # of a node at least, by partition
     reservations: tuple[NodeReservation, ...] = ()  # that keep all nodes of VMs from jobs
+    preemption: Preemption | None = None  # None: no job preempts another
+    maintenance: tuple[Maintenance, ...] = ()  # of machines that may be hosts
 
     def is_unusable(self, node: str) -> bool:
         return node in self.nodes and self.nodes[node].is_unusable
@@ -304,6 +333,19 @@ class SchedulerView:
         """The nodes that a job has not left. Slurm 22.05 crashes at a job's last step if its node was deleted."""
         free = (JobState.PENDING, JobState.ENDED)
         return {node for job in self.jobs.values() if job.nodes and job.state not in free for node in job.nodes}
+
+    @cached_property
+    def _running(self) -> Mapping[str, list[str]]:
+        """The jobs that run, by their class in `preemption`."""
+        found: dict[str, list[str]] = {}
+        for job_id, job in self.jobs.items():
+            if job.preempt_class and job.state is JobState.RUNNING:
+                found.setdefault(job.preempt_class, []).append(job_id)
+        return found
+
+    def running_in(self, classes: Collection[str]) -> list[str]:
+        """The jobs that run in these classes of preemption, by id."""
+        return sorted(job_id for one in classes for job_id in self._running.get(one, ()))
 
     def may_have_a_job(self, name: str) -> bool:
         """Whether a job is on a node, or is tied to one of its tags and may start there at any moment."""
@@ -392,6 +434,28 @@ Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
+class Eviction:
+    """A running job was to leave its host: by a move, or by a save after which it goes on elsewhere."""
+
+    at: float  # Unix time at which that began
+    way: Literal["move", "save"]
+    host: str  # that it left
+    why: Reason
+    memory: int  # MiB of its VMs
+    took: float | None = None  # seconds until it went on elsewhere; None: it has not
+
+
+EVICTIONS_KEPT = 10  # of a job: more than may be within the hour for which the limit counts them
+
+
+def went_on(evictions: tuple[Eviction, ...], took: float) -> tuple[Eviction, ...]:
+    """A job's evictions once it goes on after the last one."""
+    if not evictions or evictions[-1].took is not None:
+        return evictions
+    return (*evictions[:-1], replace(evictions[-1], took=took))
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One try at giving a job its VMs."""
 
@@ -421,6 +485,7 @@ class Attempt:
     runs: int = 1  # of its processes, with this one: more than 1 if they were saved
     limit: float | None = None  # seconds that this run may take, if less than the job's time limit
     captured: float = 0.0  # Unix time at which the last checkpoint of this run was begun
+    evictions: tuple[Eviction, ...] = ()  # of the job, the latest ones
 
     @property
     def key(self) -> Key:
@@ -438,6 +503,9 @@ class Attempt:
     def feature(self) -> str:
         """The tag that ties its job to its nodes."""
         return self.pin or f"mv_{self.id}"
+
+    def with_eviction(self, eviction: Eviction) -> Attempt:
+        return replace(self, evictions=(*self.evictions, eviction)[-EVICTIONS_KEPT:])
 
     def ran_for(self, seconds: float) -> Attempt:
         """Itself after its job has run for so long."""

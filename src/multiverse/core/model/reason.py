@@ -188,7 +188,7 @@ class Why(StrEnum):
     EARLIER_RUN_UNKNOWN = ("earlier run unknown", "its earlier run may go on in {vm}, which has no record",
         "earlier run")
     IS_SAVED = "is saved", "it was saved"
-    SAVED_SINCE = "saved since", ("saved since {at:moment}[ ({size} MiB in storage {storage})]"
+    SAVED_SINCE = "saved since", ("saved since {at:moment}[ for {job}][ ({by})][ ({size} MiB in storage {storage})]"
         "[ in the memory of {host}][: {because}]"), "saved"
     SAVED_HELD = ("saved held", "saved since {at:moment} and held: multiverse resume {id} lets it go on",
         "saved")
@@ -196,6 +196,14 @@ class Why(StrEnum):
     SAVE_ASKED = "save asked", "its user asked for it"
     RESUME_ASKED = "resume asked", "its user resumed it"
     SAVE_ORDERED = "save ordered", "an operator asked for it"
+    PREEMPTED = "preempted", "{job} ({by}) takes its place"
+    GIVES_WAY = "gives way", "waiting until {job}, for which it was evicted, has started", "preempted"
+    EVICTED_OFTEN = ("evicted often",
+        "it was evicted {times} times in the last hour, the most that it may be (rebalance.per_job)")
+    EVICTIONS_AT_ONCE = ("evictions at once",
+        "as many jobs as may be evicted at once are being evicted: {limit} (rebalance.at_once)")
+    EVICTION_RATE = ("eviction rate",
+        "evictions have sent {sent} MiB in the last minute, and may send {rate} MiB a second (rebalance.bandwidth)")
     SAVE_AT_LIMIT = "save at limit", "its time limit is nearly over"
     CHECKPOINT_DUE = "checkpoint due", "its user asked for one every {pause:long}"
     NO_CHECKPOINT = "no checkpoint", "no checkpoint of it was made: {because}"
@@ -389,6 +397,8 @@ class Why(StrEnum):
     OPERATOR = "operator", "an operator asked for it"
     OPERATOR_ADDED = "operator added", "an operator added it"
     OPERATOR_OFF = "operator says off", "an operator says that host {host} is off"
+    MAINTENANCE = "maintenance", "reservation {name} for maintenance begins at {begins:moment}"
+    MAINTENANCE_OVER = "maintenance over", "reservation {name} is over, or was deleted"
     OPERATOR_DRAINED = "operator drained", "an operator drained it"
     COMMAND_OFF = "command says off", "the fence command says that host {host} is off"
     SELF_FENCED = "self-fenced", "host {host} has ended its VMs by itself, after {limit:g} s without the site"
@@ -457,6 +467,12 @@ class Why(StrEnum):
     LAST_RUN = "last run", "It is not saved any more: it has had all {runs} runs that the site permits."
     WAS_NOT_SAVED = "was not saved", "It was not saved: {because}."
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
+    WAS_MOVED = ("was moved",
+        "It left {host} at {at:moment}, because {because}: its VM moved within {took:long}.[ It was evicted {times} "
+        "times.]")
+    WAS_SAVED = ("was saved",
+        "It left {host} at {at:moment}, because {because}: it was saved, and went on after {took:long}."
+        "[ It was evicted {times} times.]")
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
     IS_SETTLING = "is settling", "Hosts {host} and {target} settle which of them keeps its VM {vm} after a move."
     FALLS_ASLEEP = "falls asleep", "Its VM {vm} is falling asleep, and frees its memory on {host}."
@@ -471,7 +487,8 @@ class Why(StrEnum):
     CHECKPOINT_AT = "checkpoint at", "A checkpoint of it is made {at:when}."
     LACKS_CHECKPOINT = "lacks checkpoint", "No checkpoint of it was made: {because}."
     IS_BEING_SAVED = "is being saved", "It is being saved ({step}): {because}."
-    HAS_STATE = "has state", "It was saved at {at:moment}[: {size} MiB in storage {storage}], and goes on from there."
+    HAS_STATE = ("has state",
+        "It was saved at {at:moment}[, because {because}][: {size} MiB in storage {storage}], and goes on from there.")
     IN_MEMORY = "in memory", "Its state could not be written: it is in the memory of {host}, where it goes on."
     HELD_WITH_STATE = "held with state", "It is held until somebody resumes it[: {because}]."
     GOING_BACK = "going back", "It has been on its way back to the gate for {time:long}: {because}."
@@ -543,6 +560,9 @@ def _worded(reason: Reason) -> str:
         "hosts": some(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
         "every": ", ".join(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
     }
-    text = worded(reason.kind.words, values)
-    named = any("because" in names for _, _, names in parts_of(reason.kind.words))
+    words = reason.kind.words
+    if not all(reason.hosts):  # the words for a host without a name have their article
+        words = words.replace("host {host}", "{host}").replace("host {target}", "{target}")
+    text = worded(words, values)
+    named = any("because" in names for _, _, names in parts_of(words))
     return text if named else "; ".join([text, *because])

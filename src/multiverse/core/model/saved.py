@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from multiverse.core.model.basics import CloneKind, Key, Size
-from multiverse.core.model.job import JobRef, Request
+from multiverse.core.model.job import Eviction, JobRef, Request
 from multiverse.core.model.reason import Reason
 
 
@@ -123,6 +123,7 @@ class Saved:
         None  # the run that goes on with it, once the scheduler shows that: its submit time is another
     )
     others: tuple[SavedPart, ...] = ()
+    evictions: tuple[Eviction, ...] = ()  # of its job, for the run that goes on with it
     spread: float | None = None  # seconds between the first and the last VM that was frozen, as the controller saw it
     reason: Reason | None = None
     quarantined: Reason | None = None

@@ -115,8 +115,8 @@ class SlurmScheduler:
 
     async def observe(self) -> SchedulerView:
         seen = self._renew()
-        (jobs, nodes, limits), (pilots, leasable), reservations = await asyncio.gather(
-            self._reader.whole(), self._pilots.read(), self._reader.reservations()
+        (jobs, nodes, limits), (pilots, leasable), (reservations, maintenance), preemption = await asyncio.gather(
+            self._reader.whole(), self._pilots.read(), self._reader.reservations(), self._reader.preemption()
         )
         await self._gate.tend()
         self._renew_offers()
@@ -129,6 +129,8 @@ class SlurmScheduler:
             pilots=pilots,
             leasable=leasable,
             reservations=reservations,
+            preemption=preemption,
+            maintenance=maintenance,
         )
 
     async def read(

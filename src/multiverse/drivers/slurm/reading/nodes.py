@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
 from multiverse.core.errors import Unknown
 from multiverse.core.model.identity import vm_prefix
-from multiverse.core.model.job import Node, NodeReservation
+from multiverse.core.model.job import Maintenance, Node, NodeReservation
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.site.requirements import Version
@@ -138,22 +140,36 @@ def reservations(text: str, partitions: Collection[str]) -> tuple[NodeReservatio
     that a reservation names exist already: no VM of a waiting job is among them. A reservation of licences has no
     nodes. Jobs that do not ask for a MAGNETIC reservation may use it.
     """
+    found = []
+    for fields, flags, begins, ends in _reservations(text):
+        everywhere = "ALL_NODES" in flags or ("PART_NODES" in flags and fields.get("PartitionName") in partitions)
+        if everywhere and not flags & {"LICENSE_ONLY", "ANY_NODES", "MAGNETIC"}:
+            found.append(NodeReservation(fields["ReservationName"], begins, ends))
+    return tuple(found)
+
+
+def maintenance(text: str) -> tuple[Maintenance, ...]:
+    """The reservations of nodes for maintenance (flag MAINT), but for those of all nodes. Reads the same text."""
+    return tuple(
+        Maintenance(fields["ReservationName"], begins, ends, tuple(NodeSet(nodes, resolver=RESOLVER_NOGROUP)))
+        for fields, flags, begins, ends in _reservations(text)
+        if "MAINT" in flags and "ALL_NODES" not in flags and (nodes := fields.get("Nodes", "")) not in ("", "(null)")
+    )
+
+
+def _reservations(text: str) -> Iterator[tuple[dict[str, str], set[str], float, float]]:
+    """The fields of each reservation, its flags, and its times."""
     lines = text.splitlines()
     if not all(line.startswith("ReservationName=") for line in lines) and not text.startswith("No reservations"):
         raise Unknown("cannot understand Slurm's reservations", hint="see scontrol show reservation")
-    found = []
     for line in lines if lines and lines[0].startswith("ReservationName=") else ():
         fields: dict[str, str] = {}
         for key, value in re.findall(r"(\w+)=(\S*)", line):
             fields.setdefault(key, value)
-        flags = set(fields.get("Flags", "").split(","))
-        everywhere = "ALL_NODES" in flags or ("PART_NODES" in flags and fields.get("PartitionName") in partitions)
         times = [fields.get(key, "") for key in ("StartTime", "EndTime")]
         if not all(time.isdecimal() for time in times):
             raise Unknown("a reservation of Slurm has no times", hint="see scontrol show reservation")
-        if everywhere and not flags & {"LICENSE_ONLY", "ANY_NODES", "MAGNETIC"}:
-            found.append(NodeReservation(fields["ReservationName"], *map(float, times)))
-    return tuple(found)
+        yield fields, set(fields.get("Flags", "").split(",")), float(times[0]), float(times[1])
 
 
 STATE_FORMAT = "NodeList:0|,StateComplete:0|"

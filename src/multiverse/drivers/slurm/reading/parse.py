@@ -13,6 +13,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 from multiverse.config import OverflowSettings
 from multiverse.core.model.basics import CloneKind, Size, is_pin
 from multiverse.core.model.job import CheckpointWish, Job, JobRef, JobState, Node, NodeState, Request, SaveWish
+from multiverse.drivers.slurm.reading.preemption import BY_PARTITION, BY_QOS
 from multiverse.drivers.slurm.site import gate
 from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU, NEVER, TimeLimits
 from multiverse.drivers.slurm.site.gate import MOVED_FROM, PLACE
@@ -117,6 +118,7 @@ class SiteNames:
     per_account: bool = False  # each account has templates of its own
     time_limits: TimeLimits = TimeLimits()  # of Multiverse's partitions
     overflowing: tuple[OverflowSettings, ...] = ()  # partitions of physical nodes
+    preempt_type: str = ""  # BY_QOS or BY_PARTITION, if jobs preempt each other
 
     @property
     def partitions(self) -> tuple[str, ...]:
@@ -284,7 +286,13 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
         at_origin=here is not None,
         account=str(record.get("account") or ""),
         delayed_until=float(begin) if delayed and begin > now and state is JobState.PENDING else None,
+        preempt_class=_preempt_class(record, names, origin or partition),
     )
+
+
+def _preempt_class(record: Record, names: SiteNames, partition: str) -> str:
+    by = {BY_QOS: str(record.get("qos") or ""), BY_PARTITION: partition}
+    return by.get(names.preempt_type, "")
 
 
 def slurms_hold(reason: str) -> bool:

@@ -15,12 +15,23 @@ from dataclasses import dataclass, field, replace
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model.job import Job, JobState, Node, NodeReservation, NodeState, SchedulerPart, SchedulerView
+from multiverse.core.model.job import (
+    Job,
+    JobState,
+    Maintenance,
+    Node,
+    NodeReservation,
+    NodeState,
+    Preemption,
+    SchedulerPart,
+    SchedulerView,
+)
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits, arrays_left
 from multiverse.drivers.slurm.reading.jobs import DetailReader, JobColumns, JobRow, JobTable
-from multiverse.drivers.slurm.reading.nodes import NODE_FORMAT, NodeTable, reservations
+from multiverse.drivers.slurm.reading.nodes import NODE_FORMAT, NodeTable, maintenance, reservations
+from multiverse.drivers.slurm.reading.preemption import PreemptionReader, preempt_type
 from multiverse.drivers.slurm.site import bootstrap as node_bootstrap
 from multiverse.drivers.slurm.site import conf
 from multiverse.drivers.slurm.site.conf import time_limits
@@ -53,15 +64,22 @@ class SlurmReader:
         self._jobless: Mapping[str, Node] = {}  # nodes that are allocated without a job, as they are shown instead
         self._allocated: Set[str] = frozenset()  # on which the latest whole load showed no job
         self._details = DetailReader(commands)
+        self._preemption = PreemptionReader(commands)
         self._limits = ("", "")  # the latest texts of associations and of licences
         self._nodes_took: deque[float] = deque(maxlen=_RECENT)
         self._read_at: dict[int | str, float] = {}  # when each user and base was read alone last
         self._nameless: set[int] = set()  # users whom squeue cannot name, since the last whole load
 
-    async def reservations(self) -> tuple[NodeReservation, ...]:
-        """The reservations that keep all nodes of VMs from jobs, or will."""
+    async def reservations(self) -> tuple[tuple[NodeReservation, ...], tuple[Maintenance, ...]]:
+        """The reservations that keep all nodes of VMs from jobs, or will, and those of machines for maintenance."""
         text = await self._commands.run("scontrol", "show", "reservation", "--oneliner")
-        return reservations(text, (self._slurm.partition,))
+        return reservations(text, (self._slurm.partition,)), maintenance(text)
+
+    async def preemption(self) -> Preemption | None:
+        """Which jobs may preempt which; None if none preempts another."""
+        kind = preempt_type(await asyncio.to_thread(node_bootstrap.read, self._slurm.conf))
+        overflowing = (one.partition for one in self._settings.overflow)
+        return await self._preemption.read(kind, (self._slurm.partition, *overflowing))
 
     @property
     def nodes(self) -> Mapping[str, Node]:
@@ -286,6 +304,7 @@ class SlurmReader:
             per_account=self._settings.image.per_account,
             time_limits=time_limits(text, self._slurm.partition),
             overflowing=self._settings.overflow,
+            preempt_type=preempt_type(text),
         ), conf.limits_are_kept(text)
 
 

@@ -78,14 +78,16 @@ def memory_per_cpu(text: str, default: int) -> int:
     return int(found) if found.isdigit() and int(found) else default
 
 
-def unsupported(text: str) -> list[Finding]:
-    """The settings of the site's Slurm that have no effect on jobs in VMs."""
+def unsupported(text: str, *, preempts: bool) -> list[Finding]:
+    """The settings of the site's Slurm that have no effect on jobs in VMs. `preempts`: these may give way to urgent
+    ones, by the plugins of Slurm whose rules are known."""
     found = []
     kind = value(text, "PreemptType", "preempt/none")
-    if kind.lower() != "preempt/none":
-        message = f"preemption ({kind}) has no effect on jobs at the gate: they wait until hosts have capacity"
-        remedy = "no action is needed: tell users that a job in a VM neither preempts jobs nor is preempted; or set "
-        found.append(_note("preemption", message, remedy + "PreemptType=preempt/none and restart the daemon"))
+    known = kind.lower() in ("preempt/qos", "preempt/partition_prio")
+    if kind.lower() != "preempt/none" and not (preempts and known):
+        message = f"preemption ({kind}) evicts no job in a VM: urgent jobs wait until hosts have capacity"
+        remedy = "set enabled in [save], or in [move], and preemption in [rebalance], so that jobs give way by a save "
+        found.append(_note("preemption", message, remedy + "or a move; or tell users that jobs in VMs do not"))
     if "x11" in value(text, "PrologFlags").lower().split(","):
         message = "X11 forwarding does not reach VMs: jobs in VMs have no display"
         remedy = "no action is needed: tell users to run jobs that need a display in other partitions"

@@ -73,7 +73,7 @@ def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fi
     yield from _job_vms(settings, site)
     yield from lease_sources(settings, site)
     yield from gate.examine_overflow(settings, site)
-    yield from conf.unsupported(site.text)
+    yield from conf.unsupported(site.text, preempts=settings.preempts)
 
 
 def lease_sources(settings: Settings, site: SiteConf) -> Iterator[Finding]:

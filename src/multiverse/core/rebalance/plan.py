@@ -1,0 +1,97 @@
+"""Begins what the methods propose, within the limits; and says what would be begun."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+from multiverse.core.capacity.room import Blockage, room_of
+from multiverse.core.context import Context
+from multiverse.core.errors import Refused
+from multiverse.core.model.eviction import Method, Step
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.moving import search_for
+from multiverse.core.rebalance.drains import plan_drains
+from multiverse.core.rebalance.limits import EvictionLimits
+from multiverse.core.rebalance.maintenance import follow_maintenance
+from multiverse.core.rebalance.preemption import plan_preemption
+from multiverse.core.saving import save
+
+LOOK_AGAIN = 5.0  # seconds after which a job is looked at again that no eviction helped
+_SHOWN = 100  # steps of a method that are shown
+
+
+def leave_drained(context: Context) -> None:
+    held = list[Step]()
+    if context.world.scheduler is not None:
+        follow_maintenance(context)
+        if context.policy.evict_drains and context.state.drains:
+            held = _begin(context, EvictionLimits(context), plan_drains(context, room_of(context).copy()))
+    context.state.held_back[Method.DRAIN] = held
+
+
+def preempt(context: Context, blockage: Blockage) -> Blockage:
+    """Make room for the first job that waits for it, as admission has found. What keeps jobs waiting stays the same. If
+    nothing helps that job, that is looked at again after a while: the running jobs may be many."""
+    state, limits = context.state, EvictionLimits(context)
+    if not context.policy.evict_preemption or blockage is not Blockage.ROOM:
+        state.held_back[Method.PREEMPTION] = []
+        return blockage
+    attempt, until = state.looked_for_room
+    if attempt != state.blocking or state.now >= until:
+        steps = plan_preemption(context, limits)
+        state.held_back[Method.PREEMPTION] = held = _begin(context, limits, steps)
+        again = state.now if len(steps) > len(held) else state.now + LOOK_AGAIN
+        state.looked_for_room = (state.blocking, again)
+    return blockage
+
+
+def proposals(context: Context) -> list[Step]:
+    """What would be begun now, and what the limits hold back. Nothing is changed."""
+    if context.world.scheduler is None:
+        return []
+    limits, steps = EvictionLimits(context), list[Step]()
+    if context.policy.evict_drains and context.state.drains:
+        steps += list(plan_drains(context, room_of(context).copy()))[:_SHOWN]
+    if context.policy.evict_preemption:
+        steps += plan_preemption(context, limits)[:_SHOWN]
+    shown, since = [], _held_since(context)
+    for step in steps:
+        held = limits.why_held(step.attempt, step.memory)
+        if held is None:
+            limits.take(step.memory)
+        shown.append(_held(step, held, since) if held else step)
+    return shown
+
+
+def _begin(context: Context, limits: EvictionLimits, steps: Iterable[Step]) -> list[Step]:
+    """Begin steps as far as the limits allow, and return the others. Each is checked again: an earlier one may have
+    changed what it needs."""
+    held_back, since = [], _held_since(context)
+    for step in steps:
+        if (held := limits.why_held(step.attempt, step.memory)) is not None:
+            held_back.append(_held(step, held, since))
+            continue
+        with suppress(Refused):
+            if not step.to:
+                save(context, context.state.attempts[step.attempt.id], step.why, evicts=True)
+            elif not search_for(context, step.vm).begin(step.to, step.why):
+                continue
+            limits.take(step.memory)
+    return held_back
+
+
+_Since = defaultdict[tuple[Reason, Why | None], float]
+
+
+def _held_since(context: Context) -> _Since:
+    """Since when steps are held, by the reason for which they are to be done and by the limit; others since now."""
+    before = (step for steps in context.state.held_back.values() for step in steps)
+    known = {(one.why, one.held.kind if one.held else None): one.held_since for one in before}
+    return defaultdict(lambda: context.state.now, known)
+
+
+def _held(step: Step, held: Reason, since: _Since) -> Step:
+    return replace(step, held=held, held_since=since[step.why, held.kind])

@@ -1,0 +1,247 @@
+"""Running jobs give way to an urgent one that waits for room and may preempt them by the scheduler's own rules. They
+move to other hosts, or are saved and go on once there is room.
+
+Only the first job that waits for room is served: those behind it have their turn when it has started. The cheapest set
+of jobs that makes room for it is evicted, by the memory that is to be sent; among equals those that were submitted
+last. What is leaving already counts as free, so no more jobs are evicted than it needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from multiverse.core.capacity.room import HostLimits, Room, others_on, room_of
+from multiverse.core.capacity.sizes import template_claim, vm_claims
+from multiverse.core.capacity.usable_hosts import for_attempt
+from multiverse.core.capacity_index import HostMap, changed, fits
+from multiverse.core.clones.kinds import choose_clones, node_request, on_hosts_making, wish_of
+from multiverse.core.clones.spares import spares
+from multiverse.core.clones.supply import claims_to_restore
+from multiverse.core.context import Context
+from multiverse.core.errors import Refused
+from multiverse.core.model.basics import ClaimKey, Key, Size
+from multiverse.core.model.eviction import Method, Step
+from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job, JobState
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.saved import COMPLETE, UNWRITTEN
+from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, Vm, VmState
+from multiverse.core.moving import search_for
+from multiverse.core.rebalance.limits import EvictionLimits
+from multiverse.core.saving import is_busy, what_to_save
+
+SOON = 30.0  # seconds: a job that is to start within them by the time limits of others has nobody evicted for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A running job that may be evicted."""
+
+    attempt: Attempt
+    vms: list[Vm]
+    claims: Mapping[str, Size]  # what it gives back, by host
+    moves: bool  # another host would take its VM now
+    saves: bool  # it can be saved
+
+    @property
+    def memory(self) -> int:
+        return sum(vm.size.memory for vm in self.vms)
+
+    @property
+    def cost(self) -> int:
+        """MiB that are sent: what is saved is also read again."""
+        return self.memory if self.moves else 2 * self.memory
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.cost, -self.attempt.job.submitted, -self.attempt.id
+
+
+def plan_preemption(context: Context, limits: EvictionLimits) -> list[Step]:
+    """Which jobs give way to the first one that waits for room. Empty if it could not start even then."""
+    state, rules = context.state, context.scheduler.preemption
+    waiting = state.attempts.get(state.blocking) if state.blocking is not None else None
+    if rules is None or waiting is None or waiting.id not in state.queue.candidates:
+        return []
+    job = state.queue.job_of(waiting.id)
+    if not rules.takes.get(job.preempt_class) or state.promised.get(waiting.id, float("inf")) < context.now + SOON:
+        return []
+    context = for_attempt(context, waiting)
+    needs = _needs(context, waiting)
+    leaving = _leaving(context)
+    room = _room_without(context, leaving)
+    may = HostLimits(limit=others_on(state, waiting))
+    if not needs or room.copy().place(waiting.request.nodes, needs, hosts=may) is not None:
+        return []
+    why = Why.PREEMPTED(job=job.ref.job_id, by=job.preempt_class)
+    candidates = _candidates(context, job, needs, limits)
+    while chosen := _cheapest(room.copy(), waiting, needs, candidates):
+        evicted = {vm.key for one in chosen for vm in one.vms}
+        after = _room_without(context, leaving | evicted)
+        if after.place(waiting.request.nodes, needs, hosts=may) is None:
+            break
+        steps = [(one, _step(context, one, after, why)) for one in chosen]
+        if stays := [one for one, step in steps if step is None]:  # they only move, and the waiting job takes the room
+            candidates = [one for one in candidates if one not in stays]
+            continue
+        return [step for _, step in steps if step is not None]
+    return []
+
+
+def _needs(context: Context, attempt: Attempt) -> HostMap[Size]:
+    """What each VM of a waiting job takes on each host that can make it, or restore it if it was saved; with its
+    template where there is none."""
+    if (saved := context.state.saved_for(attempt.job)) is not None:
+        usable = saved.state in COMPLETE and not saved.kept
+        return claims_to_restore(context, saved) if usable else HostMap(())
+    choice = choose_clones(context, attempt)
+    wanted = node_request(context, attempt, choice.kind)
+    able = on_hosts_making(wanted.image, choice.kind, choice.sizes)
+
+    def claims(sizes: HostMap[Size]) -> HostMap[Size]:
+        found = vm_claims(wanted, sizes, context.hosts, context.policy)
+        assert isinstance(found, HostMap), "as the sizes are"
+        return found
+
+    if not choice.forks:
+        return claims(able)
+    wish = wish_of(context, attempt, able)
+    lacking = wish.lacking().sizes
+    templates = lacking.map(lambda host, size: template_claim(size, host, wanted.image))
+    return HostMap((*claims(wish.ready()).parts, *claims(lacking).plus(templates).parts))
+
+
+def _leaving(context: Context) -> set[Key]:
+    """The VMs that give their room back by themselves: of jobs that end or are saved, and spares."""
+    state = context.state
+    ending = [vm for attempt in state.attempts_in(*ENDING_STATES) for vm in state.vms_of(attempt)]
+    going = state.vms_in(*LEAVING_STATES, VmState.RETIRING)
+    saves = [one for one in state.saved.values() if one.state in UNWRITTEN and not one.checkpoint]
+    saved = [state.vms[part.vm] for one in saves for part in one.parts if part.vm in state.vms]
+    return {vm.key for vm in (*ending, *going, *spares(state), *saved)}
+
+
+def _room_without(context: Context, gone: set[Key]) -> Room:
+    """What is free once those VMs are gone, and those that move have moved."""
+    room = room_of(context, without=gone) if gone else room_of(context).copy()
+    for vm in context.state.vms_in(*MOVING_STATES):
+        claim = context.state.claims.get(ClaimKey(vm.key, vm.host))
+        if claim is not None and vm.key not in gone:
+            room.give(vm.host, claim.size)
+    return room
+
+
+def _candidates(context: Context, waiting: Job, needs: Mapping[str, Size], limits: EvictionLimits) -> list[_Candidate]:
+    """The running jobs that may be evicted for a waiting one, the cheapest first."""
+    state, rules, found = context.state, context.scheduler.preemption, []
+    assert rules is not None, "asked for only where the scheduler has preemption"
+    for job_id in context.scheduler.running_in(rules.takes[waiting.preempt_class]):
+        job = context.scheduler.jobs[job_id]
+        attempt = next((one for one in state.attempts_of_job(job.ref) if one.state is AttemptState.ALLOCATED), None)
+        if attempt is None or job.state is not JobState.RUNNING or not rules.may_take(waiting, job):
+            continue
+        if state.now - attempt.since < rules.exempt.get(job.preempt_class, 0.0):
+            continue
+        if is_busy(state, attempt) or limits.why_too_often(attempt):
+            continue
+        vms = state.serving_vms_of(attempt)
+        if not any(vm.host in needs for vm in vms) or not all(vm.state is VmState.SERVING for vm in vms):
+            continue
+        if (one := _candidate(context, attempt, vms)) is not None:
+            found.append(one)
+    return sorted(found, key=lambda one: one.order)
+
+
+def _candidate(context: Context, attempt: Attempt, vms: list[Vm]) -> _Candidate | None:
+    """A job as one that may be evicted; None if it can neither be saved nor move now."""
+    claims = defaultdict[str, Size](lambda: Size(0, 0))
+    for vm in vms:
+        if (claim := context.state.claims.get(ClaimKey(vm.key, vm.host))) is not None:
+            claims[vm.host] += claim.size
+    moves, saves = len(vms) == 1 and _moves(context, vms[0]), False
+    with suppress(Refused):
+        saves = bool(what_to_save(context, attempt))
+    return _Candidate(attempt, vms, claims, moves, saves) if moves or saves else None
+
+
+def _moves(context: Context, vm: Vm) -> bool:
+    try:
+        return search_for(context, vm).find("", room_of(context).copy()) is not None
+    except Refused:
+        return False
+
+
+def _cheapest(
+    room: Room, waiting: Attempt, needs: Mapping[str, Size], candidates: Iterable[_Candidate]
+) -> list[_Candidate]:
+    """The jobs to evict, so that all VMs of the waiting one have room: host by host, each time where that costs the
+    least. Empty if that does not do. Changes the room."""
+    by_host = defaultdict[str, list[_Candidate]](list)
+    for one in candidates:
+        for host in one.claims:
+            if host in needs:
+                by_host[host].append(one)
+    chosen, placed = dict[int, _Candidate](), Counter[str]()
+
+    def left_on(host: str) -> int:
+        return waiting.request.most_on_a_host(placed[host] + 1) - placed[host]
+
+    while placed.total() < waiting.request.nodes:
+        if found := room.place(1, needs, hosts=HostLimits(limit=left_on)):
+            placed[found[0]] += 1
+            continue
+        sets = [
+            (_makes_room(room, host, needs[host], here, chosen), host)
+            for host, here in by_host.items()
+            if left_on(host)
+        ]
+        able = [(one, host) for one, host in sets if one]
+        if not able:
+            return []
+        best, host = min(able, key=lambda pair: (_cost(pair[0]), pair[1]))
+        for one in best:
+            chosen[one.attempt.id] = one
+            for name, claim in one.claims.items():
+                room.give(name, claim)
+        room.take(host, needs[host])
+        placed[host] += 1
+    return list(chosen.values())
+
+
+def _cost(evicted: Iterable[_Candidate]) -> tuple[int, int]:
+    """MiB to be sent; among equals the latest jobs come first."""
+    return sum(one.cost for one in evicted), -min(one.attempt.job.submitted for one in evicted)
+
+
+def _makes_room(
+    room: Room, host: str, need: Size, candidates: list[_Candidate], chosen: Mapping[int, _Candidate]
+) -> list[_Candidate]:
+    """The cheapest jobs on a host without which there is room: the cheapest ones together, or a single one."""
+    left = [one for one in candidates if one.attempt.id not in chosen]
+    free, several = list(room.free[host]), list[_Candidate]()
+    for one in left:
+        several.append(one)
+        free = changed(free, one.claims[host], 1)
+        if fits(need, free):
+            break
+    else:
+        return []
+    for one in reversed(several[:-1]):
+        without = changed(free, one.claims[host], -1)
+        if fits(need, without):
+            several.remove(one)
+            free = without
+    alone = next((one for one in left if fits(need, changed(list(room.free[host]), one.claims[host], 1))), None)
+    return min((several, [alone]), key=_cost) if alone is not None else several
+
+
+def _step(context: Context, one: _Candidate, room: Room, why: Reason) -> Step | None:
+    """A single VM moves if another host has room beside the waiting job; else the job is saved. Takes that room. None
+    if it can only move, and cannot."""
+    if len(one.vms) == 1:
+        with suppress(Refused):
+            if (found := search_for(context, one.vms[0]).find("", room)) is not None:
+                return Step(Method.PREEMPTION, one.attempt, one.vms[0], found[0], why, one.memory)
+    return Step(Method.PREEMPTION, one.attempt, one.vms[0], "", why, one.memory) if one.saves else None
