@@ -97,6 +97,7 @@ async def _with_preemption(lab: LabSession, options: LabOptions) -> None:
 
 async def _story(lab: LabSession, client: Client) -> list[str]:
     stop = lab.user.home / "stop"
+    stop.unlink(missing_ok=True)
     low = []
     with progress.step("four jobs of QOS low fill the hosts, but for one CPU of each") as say:
         for number, cpus in enumerate((2, 2, 1, 1), 1):
@@ -116,7 +117,7 @@ async def _story(lab: LabSession, client: Client) -> list[str]:
     moved = [job for job in low if now.get(job.id) != hosts.get(job.id)]
     for job in moved:
         show_command(lab, "explain", job.id)
-    await eventually(lambda: not client.jobs(first.id), "the first urgent job did not end")
+    await eventually(lambda: first.id not in _live(client), "the first urgent job did not end")
 
     with progress.step("another one needs a whole host: jobs are saved") as say:
         began = time.monotonic()
@@ -140,7 +141,7 @@ async def _story(lab: LabSession, client: Client) -> list[str]:
         show_command(lab, "explain", job.id)
     with progress.step("all end"):
         stop.touch()
-        await eventually(lambda: not client.jobs(), "the jobs did not end")
+        await eventually(lambda: not _live(client), "the jobs did not end")
     wrong = [] if moved else ["no job moved for the first urgent one"]
     wrong += [] if saved else ["no job was saved for the second urgent one"]
     wrong += [f"{job.what} wrote {_lines(job)[-3:]}" for job in low if not _is_right(job)]
@@ -149,6 +150,7 @@ async def _story(lab: LabSession, client: Client) -> list[str]:
 
 def _submit(lab: LabSession, name: str, script: str, qos: str, cpus: int) -> StoryJob:
     output = lab.user.home / f"{name}.out"
+    output.unlink(missing_ok=True)  # of an earlier demonstration
     options = (f"--job-name={name}", f"--output={output}", f"--qos={qos}", f"-c{cpus}", "--mem=100", "--time=60")
     return StoryJob(name, lab.submit(script, *options), output)
 
@@ -165,6 +167,11 @@ async def _running(client: Client, jobs: Sequence[StoryJob], say: Callable[[str]
         return all(states.get(job.id) == "allocated" for job in jobs)
 
     await eventually(running, "the jobs did not run")
+
+
+def _live(client: Client) -> set[str]:
+    """The jobs that have not ended."""
+    return {one.job_id for one in decode(list[JobView], client.jobs())}
 
 
 def _hosts(client: Client) -> dict[str, str]:
@@ -184,18 +191,21 @@ def _is_right(job: StoryJob) -> bool:
 
 
 async def _accounts(lab: LabSession, jobs: Sequence[StoryJob]) -> list[str]:
-    """Show what sacct says of the jobs. Returns those that did not end well, and once."""
+    """Show what sacct says of the jobs, each run by itself. Returns those whose last run did not end well."""
 
-    def rows() -> list[list[str]] | None:
-        fields = "JobID,JobName,QOS,State,ExitCode,Elapsed"
-        done = lab.run("sacct", "-X", "-n", "-P", "-o", fields, "-j", ",".join(job.id for job in jobs))
+    def runs() -> list[list[str]] | None:
+        fields = "JobID,JobName,QOS,State,ExitCode,Start,Elapsed"
+        ids = ",".join(job.id for job in jobs)
+        done = lab.run("sacct", "-X", "-D", "-n", "-P", "-o", fields, "-j", ids)
         found = [line.split("|") for line in done.stdout.splitlines()]
-        return found if len(found) == len(jobs) and all(row[3] not in ("RUNNING", "PENDING") for row in found) else None
+        known = {row[0] for row in found} == {job.id for job in jobs}
+        return found if known and all(row[3] not in ("RUNNING", "PENDING") for row in found) else None
 
-    found = await eventually(rows, "accounting does not know the ends")
-    console.rule("what Slurm keeps (sacct)", style="dim")
-    table = render.table("JOB", "NAME", "QOS", "STATE", "EXIT", "ELAPSED", right=("EXIT", "ELAPSED"))
-    for row in found:
+    found = await eventually(runs, "accounting does not know the ends")
+    console.rule("what Slurm keeps of each run (sacct -D)", style="dim")
+    table = render.table("JOB", "NAME", "QOS", "STATE", "EXIT", "START", "ELAPSED", right=("EXIT", "ELAPSED"))
+    for row in sorted(found, key=lambda row: (int(row[0]), row[5])):
         table.add_row(*row)
     console.print(table)
-    return [f"{row[1]} is {row[3]}" for row in found if row[3] != "COMPLETED"]
+    last = {row[0]: row for row in sorted(found, key=lambda row: row[5])}
+    return [f"{row[1]} is {row[3]}" for row in last.values() if row[3] != "COMPLETED"]

@@ -25,6 +25,7 @@ from multiverse.drivers.slurm.site import conf
 
 BY_QOS, BY_PARTITION = "preempt/qos", "preempt/partition_prio"
 _TERM = 60.0  # seconds for which an answer holds
+_NO_TERM = 10.0  # the same of one without rules: slurmctld may not have read slurm.conf again yet
 _MODES = frozenset(("off", "cancel", "requeue", "suspend", "gang", "within"))
 _NO_TIME = ("", "none", "unlimited")
 _COLUMNS = "Name|Preempt|PreemptMode|PreemptExemptTime|GraceTime|Flags"
@@ -213,7 +214,7 @@ class PreemptionReader:
         if kind != self._kind:
             self._kind, self._known, self._asked = kind, None, -inf
         now = time.monotonic()
-        if kind and now - self._asked > _TERM:
+        if kind and now - self._asked > (_TERM if self._known is not None else _NO_TERM):
             self._known = await self._ask(partitions)
             self._asked = now
         return self._known
