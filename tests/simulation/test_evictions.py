@@ -11,6 +11,7 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import Maintenance
 from multiverse.core.model.saved import Storage
+from multiverse_lab.bench.evictions import simulate_week
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import Incident, IncidentKind
 from multiverse_lab.simulation.generate_evicting import RULES
@@ -177,3 +178,13 @@ def test_hosts_are_emptied_before_the_scheduler_reserves_their_machines(evicts: 
     assert [50.0 <= float(begun.split()[0]) < 60.0, saved(outcome) + moved(outcome) > 0] == [evicts, evicts]
     on_it = [line for line in story if "instant on h0" in line and float(line.split()[0]) < 150.0]
     assert bool(on_it) is evicts, outcome.story()
+
+
+@pytest.mark.slow
+def test_urgent_jobs_are_served_sooner_and_jobs_that_are_not_evicted_are_not_slower() -> None:
+    """The benchmark, for half a day."""
+    found = simulate_week(0.5)
+    none, preempted = found.figures["none"], found.figures["preemption"]
+    assert (none.moves, none.saves) == (0, 0)
+    assert preempted.moves + preempted.saves > 0 and preempted.high.mean < none.high.mean
+    assert preempted.untouched <= 1.1 * preempted.untouched_without

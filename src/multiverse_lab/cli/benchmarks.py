@@ -10,6 +10,7 @@ from multiverse_lab.cli import (
     checkpoint,
     compare,
     density,
+    evicted_week,
     injob,
     lease_day,
     lease_start,
@@ -37,6 +38,7 @@ app.command("compare")(compare.compare)
 app.command("density")(density.density)
 app.command("injob")(injob.injob)
 app.command("leases")(lease_day.lease_day)
+app.command("evictions")(evicted_week.evicted_week)
 app.command("lease-start")(lease_start.lease_start)
 app.command("observations")(observations.observations)
 app.command("planner")(passes.planner)
