@@ -244,8 +244,11 @@ def _after_earlier_run(state: State, attempt: Attempt, job: Job, policy: Policy)
     if not earlier:
         return attempt
     ended = _with_cause(state, _after_its_run(state, earlier[-1]), job)
-    # As long as a save holds the VM, the scheduler has queued the job again while the VM's node answered.
-    goes_on = (found := state.saved_for(job.ref)) is not None and found.state not in HOLDS_VM
+    # As long as a save holds the VM, the scheduler has queued the job again while the VM's node answered. A state may
+    # not know yet that it is for this run, if the scheduler had forgotten that it queued the job again.
+    waiting = [one.state for one in state.saved_of_job(job.ref.job_id) if one.state in WAITS_FOR_RUN]
+    found = state.saved_for(job.ref)
+    goes_on = bool(waiting) and (found is None or found.state not in HOLDS_VM)
     pause = policy.pause_after(ended.short_runs, lost=ended.caused == job.ref.restarts, goes_on=goes_on)
     why = ended.reason or _why_requeued(state, ended)
     launch = Why.LAUNCH_PENDING(why, limit=SHORT_RUN) if ended.short_runs else Why.END_PENDING(why)
