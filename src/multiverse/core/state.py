@@ -19,7 +19,7 @@ from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import Claim, Drain, HostState, KnownHost
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, JobRef, Lease, Request
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import WAITS_FOR_RUN, Saved, SavedSeen
+from multiverse.core.model.saved import WAITS_FOR_RUN, Saved, SavedSeen, SavedState
 from multiverse.core.model.vm import Offer, Template, TemplateKey, TemplateState, Vm, VmState
 from multiverse.core.model.world import Row, World
 from multiverse.core.queue import Queue
@@ -345,6 +345,9 @@ class State(LiveRows):
     def vms_seen_with(self, job_id: str) -> list[Vm]:
         """Orphans on which a job of that id was seen."""
         return [self.vms[id_] for id_ in self._indexes.vms_by_job[job_id]]
+
+    def saved_in(self, *states: SavedState) -> list[Saved]:
+        return [self.saved[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["saved", s])]
 
     def saved_of(self, vm: Vm) -> list[Saved]:
         """What is being saved of a VM, or was saved of it and is not discarded yet."""

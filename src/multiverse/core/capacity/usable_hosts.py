@@ -16,7 +16,7 @@ from multiverse.core.context import Context
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.job import ENDING_STATES, WAITING_STATES, Attempt, AttemptState, JobState
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.saved import UNWRITTEN
+from multiverse.core.model.saved import SAVING
 from multiverse.core.model.vm import OfferState, TemplateState, Vm, VmState
 
 A = AttemptState
@@ -93,7 +93,7 @@ def _leaves(context: Context, vm: Vm, host: str) -> bool:
     """Whether a VM whose job runs is on its way off a host: it moves to another one, or is being saved."""
     if vm.state is VmState.MOVING:
         return vm.host == host
-    return any(one.state in UNWRITTEN and not one.checkpoint for one in context.state.saved_of(vm))
+    return any(one.state in SAVING for one in context.state.saved_of(vm))
 
 
 def releases_on(context: Context, host: str) -> list[Release]:

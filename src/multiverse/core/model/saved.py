@@ -28,7 +28,9 @@ class SavedState(StrEnum):
     GONE = "gone"
 
 
-UNWRITTEN = (SavedState.CAPTURING, SavedState.PREPARING, SavedState.FREEZING, SavedState.CUTTING, SavedState.WRITING)
+SAVING = (SavedState.PREPARING, SavedState.FREEZING, SavedState.CUTTING, SavedState.WRITING)
+"""In these states its job is on its way off its hosts. A checkpoint is in none of them."""
+UNWRITTEN = (SavedState.CAPTURING, *SAVING)
 HOLDS_VM = (SavedState.CUTTING, SavedState.WRITING, SavedState.KEEPING)
 """In these states the VM is needed although the run of its job is over."""
 COMPLETE = (SavedState.STORED, SavedState.COPYING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from multiverse.core.context import Context
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import UNWRITTEN
+from multiverse.core.model.saved import SAVING
 from multiverse.core.model.vm import MOVING_STATES
 
 _HOUR, _MINUTE = 3600.0, 60.0  # seconds in which evictions of a job, and bytes, are counted
@@ -16,9 +16,8 @@ class EvictionLimits:
 
     def __init__(self, context: Context) -> None:
         state, policy = context.state, context.policy
-        saves = sum(one.state in UNWRITTEN and not one.checkpoint for one in state.saved.values())
         self._policy, self._now = policy, context.now
-        going = len(state.vms_in(*MOVING_STATES)) + saves
+        going = len(state.vms_in(*MOVING_STATES)) + len(state.saved_in(*SAVING))
         self.left = max(0, policy.evict_at_once - going)  # so many jobs more
         self._sent = 0
         if policy.evict_rate:

@@ -35,12 +35,13 @@ def leave_drained(context: Context) -> None:
 def preempt(context: Context, blockage: Blockage) -> Blockage:
     """Make room for the first job that waits for it, as admission has found. What keeps jobs waiting stays the same. If
     nothing helps that job, that is looked at again after a while: the running jobs may be many."""
-    state, limits = context.state, EvictionLimits(context)
+    state = context.state
     if not context.policy.evict_preemption or blockage is not Blockage.ROOM:
         state.held_back[Method.PREEMPTION] = []
         return blockage
     attempt, until = state.looked_for_room
     if attempt != state.blocking or state.now >= until:
+        limits = EvictionLimits(context)
         steps = plan_preemption(context, limits)
         state.held_back[Method.PREEMPTION] = held = _begin(context, limits, steps)
         again = state.now if len(steps) > len(held) else state.now + LOOK_AGAIN

@@ -22,11 +22,12 @@ from multiverse.core.clones.spares import spares
 from multiverse.core.clones.supply import claims_to_restore
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.machines.saved import vms_of_saved
 from multiverse.core.model.basics import ClaimKey, Key, Size
 from multiverse.core.model.eviction import Method, Step
-from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job, JobState
+from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import COMPLETE, UNWRITTEN
+from multiverse.core.model.saved import COMPLETE, SAVING
 from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, Vm, VmState
 from multiverse.core.moving import search_for
 from multiverse.core.rebalance.limits import EvictionLimits
@@ -118,8 +119,7 @@ def _leaving(context: Context) -> set[Key]:
     state = context.state
     ending = [vm for attempt in state.attempts_in(*ENDING_STATES) for vm in state.vms_of(attempt)]
     going = state.vms_in(*LEAVING_STATES, VmState.RETIRING)
-    saves = [one for one in state.saved.values() if one.state in UNWRITTEN and not one.checkpoint]
-    saved = [state.vms[part.vm] for one in saves for part in one.parts if part.vm in state.vms]
+    saved = [vm for one in state.saved_in(*SAVING) for vm in vms_of_saved(state, one)]
     return {vm.key for vm in (*ending, *going, *spares(state), *saved)}
 
 
@@ -140,7 +140,7 @@ def _candidates(context: Context, waiting: Job, needs: Mapping[str, Size], limit
     for job_id in context.scheduler.running_in(rules.takes[waiting.preempt_class]):
         job = context.scheduler.jobs[job_id]
         attempt = next((one for one in state.attempts_of_job(job.ref) if one.state is AttemptState.ALLOCATED), None)
-        if attempt is None or job.state is not JobState.RUNNING or not rules.may_take(waiting, job):
+        if attempt is None or not rules.may_take(waiting, job):
             continue
         if state.now - attempt.since < rules.exempt.get(job.preempt_class, 0.0):
             continue
