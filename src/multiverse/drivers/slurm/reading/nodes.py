@@ -10,8 +10,6 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
-
 from multiverse.core.errors import Unknown
 from multiverse.core.model.identity import vm_prefix
 from multiverse.core.model.job import Maintenance, Node, NodeReservation
@@ -151,9 +149,9 @@ def reservations(text: str, partitions: Collection[str]) -> tuple[NodeReservatio
 def maintenance(text: str) -> tuple[Maintenance, ...]:
     """The reservations of nodes for maintenance (flag MAINT), but for those of all nodes. Reads the same text."""
     return tuple(
-        Maintenance(fields["ReservationName"], begins, ends, tuple(NodeSet(nodes, resolver=RESOLVER_NOGROUP)))
+        Maintenance(fields["ReservationName"], begins, ends, nodes)
         for fields, flags, begins, ends in _reservations(text)
-        if "MAINT" in flags and "ALL_NODES" not in flags and (nodes := fields.get("Nodes", "")) not in ("", "(null)")
+        if "MAINT" in flags and "ALL_NODES" not in flags and (nodes := parse.hosts(fields.get("Nodes", "")))
     )
 
 

@@ -64,7 +64,7 @@ class SlurmReader:
         self._jobless: Mapping[str, Node] = {}  # nodes that are allocated without a job, as they are shown instead
         self._allocated: Set[str] = frozenset()  # on which the latest whole load showed no job
         self._details = DetailReader(commands)
-        self._preemption = PreemptionReader(commands)
+        self._preemption, self._preempt_type = PreemptionReader(commands), conf.UntilChanged(self._slurm.conf, "")
         self._limits = ("", "")  # the latest texts of associations and of licences
         self._nodes_took: deque[float] = deque(maxlen=_RECENT)
         self._read_at: dict[int | str, float] = {}  # when each user and base was read alone last
@@ -77,7 +77,7 @@ class SlurmReader:
 
     async def preemption(self) -> Preemption | None:
         """Which jobs may preempt which; None if none preempts another."""
-        kind = preempt_type(await asyncio.to_thread(node_bootstrap.read, self._slurm.conf))
+        kind = await asyncio.to_thread(self._preempt_type.get, lambda site: preempt_type(site.text))
         overflowing = (one.partition for one in self._settings.overflow)
         return await self._preemption.read(kind, (self._slurm.partition, *overflowing))
 
