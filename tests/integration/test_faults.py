@@ -112,6 +112,8 @@ def test_a_controller_killed_at_each_other_end_leaves_nothing(lab: LabUnderTest,
     unserved = lab.sbatch("true", "--cluster-constraint=x", "--output=/dev/null")
     until("it runs", lambda: attempt_is(daemon, again, "allocated") and path.exists())
     lab.run("scontrol", "requeue", again)
+    # Before this, slurmctld may start the job on the VM of its first run, which the controller then ends.
+    until("its first run is over", lambda: attempt_is(daemon, again, "queued"))
     now = ("scontrol", "update", f"JobId={again}", "StartTime=now")  # without Slurm's delay
     until("it is queued again", lambda: lab.run(*now, check=False).returncode == 0)
     lab.run("scancel", never)

@@ -284,6 +284,8 @@ def test_a_running_job_is_updated_suspended_and_requeued(board: Board, client: C
         assert board.state("busy") == "RUNNING" and client.jobs(job)[-1]["vms"] == [vm], verb
 
     lab.run("scontrol", "requeue", job, user=lab.user)
+    # Before this, slurmctld may start the job on the VM of its first run, which the controller then ends.
+    until("its first run is over", lambda: client.jobs(job)[-1]["vms"] != [vm], ENOUGH)
     now = ("scontrol", "update", f"JobId={job}", "StartTime=now")  # without Slurm's delay of two minutes
 
     def runs_again() -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
 
-from multiverse.cli import rebalance
+from multiverse.cli import rebalance, render
 
 MOVES = {
     "method": "preemption", "job_id": "12", "vm": "mv-12", "host": "n3", "target": "n4", "memory": 2048,
@@ -31,7 +32,7 @@ def printed(
         def evictions(self) -> list[dict[str, object]]:
             return list(found)
 
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(render, "console", Console(width=200))
     monkeypatch.setattr(rebalance, "Client", Daemon)
     rebalance.rebalance(**options)
     return capsys.readouterr().out
