@@ -90,6 +90,14 @@ def as_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
+def present(found: T, json: bool, show: Callable[[T], None]) -> None:
+    """Print what was found: as JSON, or by `show`."""
+    if json:
+        as_json(found)
+    else:
+        show(found)
+
+
 def show(made: Table, empty: str) -> None:
     """Print the table, or the sentence `empty` if it has no rows."""
     if made.row_count:

@@ -48,10 +48,7 @@ def across(
 
     image = build_image(IMAGE, "slim", images, packages=(PACKAGE,), progress=say)
     found = interrupts.run(_across(directory, image, repeat, routed, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _across(directory: Path, image: Image, repeat: int, routed: bool, json: bool) -> dict[str, Any]:

@@ -61,10 +61,7 @@ def latency_(
     plan = LatencyPlan(jobs, seed, kinds_of(kinds, latency.KINDS))
     build_images(plan.kinds, images, json)
     found = interrupts.run(_latency(directory, images, plan, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 def build_images(kinds: Sequence[latency.JobKind], images: Path, silent: bool) -> None:
@@ -119,6 +116,18 @@ def medians(samples: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     """The medians of these fields of the samples, which are dataclasses, and all samples."""
     middles = {name: median(getattr(one, name) for one in samples) for name in names}
     return {**middles, "samples": [asdict(one) for one in samples]}
+
+
+def on_lab(
+    options: LabOptions, directory: Path, json: bool, measure: Callable[[LabSession], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `measure` returns for a lab with these options, which is stopped afterwards."""
+
+    async def run() -> dict[str, Any]:
+        async with session(layout(directory), options, lab_progress(json)) as lab:
+            return await asyncio.to_thread(measure, lab)
+
+    return interrupts.run(run())
 
 
 def kinds_of(kinds: str, among: Sequence[latency.JobKind]) -> list[latency.JobKind]:

@@ -54,10 +54,7 @@ def burst(
     plan = BurstPlan(jobs, every, kinds_of(kinds, bursts.KINDS))
     build_images(plan.kinds, images, json)
     found = interrupts.run(_burst(directory, images, plan, provisioning, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _burst(directory: Path, images: Path, plan: BurstPlan, provisioning: int, json: bool) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -13,7 +11,6 @@ import typer
 from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
-from multiverse.system import interrupts
 from multiverse_lab.bench.checkpoint import CASES, EVERY, CheckpointRun
 from multiverse_lab.bench.computing import ProgressReports
 from multiverse_lab.cli.bench import (
@@ -26,12 +23,11 @@ from multiverse_lab.cli.bench import (
     build_images,
     host_figures,
     job_progress,
-    lab_progress,
     medians,
+    on_lab,
 )
-from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
-from multiverse_lab.lab.session import LabSession, session
+from multiverse_lab.lab.session import LabSession
 
 _SECONDS = ("total", "pause", "usual")
 _FIGURES = (*_SECONDS, "size", "slowdown", "lost")
@@ -45,17 +41,9 @@ def checkpoint(
 ) -> None:
     """Checkpoints of jobs that go on: VMs of 288 MiB and 2 GiB, idle and while their jobs write to memory."""
     build_images(SLIM_CLONES, images, json)
-    found = interrupts.run(_checkpoint(directory, images, times, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
-
-
-async def _checkpoint(directory: Path, images: Path, times: int, json: bool) -> dict[str, Any]:
     options = LabOptions(cores=4, memory=8192, image="slim", images=images, settings={})
-    async with session(layout(directory), options, lab_progress(json)) as lab:
-        return await asyncio.to_thread(_measure, lab, times, json)
+    found = on_lab(options, directory, json, lambda lab: _measure(lab, times, json))
+    render.present(found, json, _print)
 
 
 def _measure(lab: LabSession, times: int, json: bool) -> dict[str, Any]:

@@ -66,10 +66,7 @@ def compare(
     if needed := _kinds_in_vms(names):
         build_images(needed, images, json)  # before the other checkout begins with a copy of them
     found = _compare(revision, turns, names, directory, images)
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
     if fail and any(one["verdict"] == "worse" for one in found["figures"]):
         raise typer.Exit(NOT_DONE)
 

@@ -63,10 +63,7 @@ def density(
     options = LabOptions(most, declared, image="slim", images=images, settings=settings)
     found = interrupts.run(_density(directory, options, DensityBounds(most, by, floor, patience), json))
     found["tb_size"] = tb_size
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _density(directory: Path, options: LabOptions, bounds: DensityBounds, json: bool) -> dict[str, Any]:

@@ -90,10 +90,7 @@ def injob(
     name = f"injob-{flavour}"
     image = build_image(name, cast(Flavour, flavour), images, packages=(PACKAGE,), progress=say)
     found = interrupts.run(_injob(directory, image, InjobPlan(name, repeat, vms, seed, runs), chosen, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _injob(directory: Path, image: Image, plan: InjobPlan, sections: Sequence[str], json: bool) -> dict[str, Any]:

@@ -38,10 +38,7 @@ def lease_start(
 
     image = build_image("slim", "slim", images, progress=say)
     found = interrupts.run(_measured(directory, image, repeat, copies, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _measured(directory: Path, image: Image, repeat: int, copies: bool, json: bool) -> dict[str, Any]:

@@ -49,10 +49,7 @@ def queue(
     """The start of a job that fits and has the highest priority, with an empty and with a long queue."""
     build_images(SLIM_CLONES, images, json)
     found = interrupts.run(_queue(directory, images, LongQueuePlan(jobs, waiting, others, idle, seed), json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _queue(directory: Path, images: Path, plan: LongQueuePlan, json: bool) -> dict[str, Any]:

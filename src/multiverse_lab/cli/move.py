@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
@@ -14,7 +12,6 @@ from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.core.errors import Refused
-from multiverse.system import interrupts
 from multiverse_lab.bench.computing import ComputingCase, ProgressReports
 from multiverse_lab.bench.move import CASES, LARGE, MoveRun
 from multiverse_lab.cli.bench import (
@@ -27,12 +24,11 @@ from multiverse_lab.cli.bench import (
     build_images,
     host_figures,
     job_progress,
-    lab_progress,
     medians,
+    on_lab,
 )
-from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
-from multiverse_lab.lab.session import LabSession, session
+from multiverse_lab.lab.session import LabSession
 
 _SECONDS = ("total", "inside", "outside", "usual")
 _CPU = ("cpu_old", "cpu_new", "cpu_agents")
@@ -54,25 +50,17 @@ def move(
     cases = (*CASES, LARGE) if large else CASES
     if how not in HOW:
         raise Refused(f"--how {how}: there is no such way", hint=f"choose one of {', '.join(HOW)}")
-    found = interrupts.run(_move(directory, images, MovePlan(cases, moves, how), json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    memory = max(case.memory for case in cases) + 2048
+    settings: dict[str, dict[str, Any]] = {"move": HOW[how], "image": {"source": str(images)}}
+    options = LabOptions(hosts=2, cores=2, memory=memory, image="slim", images=images, settings=settings)
+    found = on_lab(options, directory, json, lambda lab: _measure(lab, MovePlan(cases, moves, how), json))
+    render.present(found, json, _print)
 
 
 class MovePlan(NamedTuple):
     cases: tuple[ComputingCase, ...]
     moves: int  # of each job
     how: str  # a key of `HOW`
-
-
-async def _move(directory: Path, images: Path, plan: MovePlan, json: bool) -> dict[str, Any]:
-    memory = max(case.memory for case in plan.cases) + 2048
-    settings: dict[str, dict[str, Any]] = {"move": HOW[plan.how], "image": {"source": str(images)}}
-    options = LabOptions(hosts=2, cores=2, memory=memory, image="slim", images=images, settings=settings)
-    async with session(layout(directory), options, lab_progress(json)) as lab:
-        return await asyncio.to_thread(_measure, lab, plan, json)
 
 
 def _measure(lab: LabSession, plan: MovePlan, json: bool) -> dict[str, Any]:

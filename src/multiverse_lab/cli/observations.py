@@ -30,10 +30,7 @@ def observations(
 ) -> None:
     """The time that an observation takes, and the CPU of Slurm's commands, of the controller and of slurmctld."""
     found = interrupts.run(_observations(directory, ObservationPlan(ours, others, rounds), json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _observations(directory: Path, plan: ObservationPlan, json: bool) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -13,7 +11,6 @@ import typer
 from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
-from multiverse.system import interrupts
 from multiverse_lab.bench.save import CASES, JobReports, SaveCase, SaveRun, SaveSample, disk_speed
 from multiverse_lab.cli.bench import (
     DIRECTORY,
@@ -25,11 +22,10 @@ from multiverse_lab.cli.bench import (
     build_images,
     host_figures,
     job_progress,
-    lab_progress,
+    on_lab,
 )
-from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
-from multiverse_lab.lab.session import LabSession, session
+from multiverse_lab.lab.session import LabSession
 
 _SPEED = 512 << 20  # bytes that are written to learn the storage's speed
 _SECONDS = ("start", "frozen", "requeued", "written", "resume")
@@ -43,17 +39,9 @@ def save(
 ) -> None:
     """Saving a job and resuming it: VMs of 288 MiB and 2 GiB, idle and with full memory, beside fresh clones."""
     build_images(SLIM_CLONES, images, json)
-    found = interrupts.run(_save(directory, images, jobs, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
-
-
-async def _save(directory: Path, images: Path, jobs: int, json: bool) -> dict[str, Any]:
     options = LabOptions(cores=4, memory=8192, image="slim", images=images, settings={})
-    async with session(layout(directory), options, lab_progress(json)) as lab:
-        return await asyncio.to_thread(_measure, lab, jobs, json)
+    found = on_lab(options, directory, json, lambda lab: _measure(lab, jobs, json))
+    render.present(found, json, _print)
 
 
 def _measure(lab: LabSession, jobs: int, json: bool) -> dict[str, Any]:

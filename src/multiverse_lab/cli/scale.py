@@ -39,10 +39,7 @@ def scale(
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))  # not that agents connect
     plan = ScalePlan(clones, _HOSTS, at_once, turns, "slim")
     found = _document(plan, interrupts.run(_scale(directory, images, plan, json)))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _scale(directory: Path, images: Path, plan: ScalePlan, json: bool) -> ScaleResult:

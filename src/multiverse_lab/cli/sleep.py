@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +12,6 @@ import typer
 from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
-from multiverse.system import interrupts
 from multiverse_lab.bench.save import JobReports
 from multiverse_lab.bench.sleep import SleepRun
 from multiverse_lab.cli.bench import (
@@ -26,11 +24,10 @@ from multiverse_lab.cli.bench import (
     build_images,
     host_figures,
     job_progress,
-    lab_progress,
+    on_lab,
 )
-from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
-from multiverse_lab.lab.session import LabSession, session
+from multiverse_lab.lab.session import LabSession
 
 AFTER = 1  # seconds after which VMs sleep
 _HEADS = ("ALL ASLEEP", "FIRST GOES ON", "MIDDLE", "LAST", "MEMORY BEFORE", "AND SUSPENDED")
@@ -44,21 +41,13 @@ def sleep(
 ) -> None:
     """Jobs that are suspended and resumed: in VMs of 288 MiB that stay awake, and that sleep meanwhile."""
     build_images(SLIM_CLONES, images, json)
-    found = interrupts.run(_sleep(directory, images, jobs, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
-
-
-async def _sleep(directory: Path, images: Path, jobs: int, json: bool) -> dict[str, Any]:
     cases = dict[str, Any]()
     for number, (name, after) in enumerate((("awake", 0), ("asleep", AFTER)), 1):
-        options = LabOptions(cores=20, memory=16384, image="slim", images=images,
-                             settings={"save": {"sleep_after": after}})  # fmt: skip
-        async with session(layout(directory), options, lab_progress(json)) as lab:
-            cases |= await asyncio.to_thread(_measure, lab, name, number, jobs, json)
-    return {"jobs": jobs, **cases.pop("host"), "cases": cases}
+        settings = {"save": {"sleep_after": after}}
+        options = LabOptions(cores=20, memory=16384, image="slim", images=images, settings=settings)
+        cases |= on_lab(options, directory, json, partial(_measure, name=name, number=number, jobs=jobs, json=json))
+    found = {"jobs": jobs, **cases.pop("host"), "cases": cases}
+    render.present(found, json, _print)
 
 
 def _measure(lab: LabSession, name: str, number: int, jobs: int, json: bool) -> dict[str, Any]:

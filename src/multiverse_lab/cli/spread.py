@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -13,7 +11,6 @@ import typer
 from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
-from multiverse.system import interrupts
 from multiverse_lab.bench.save import JobReports
 from multiverse_lab.bench.spread import HOST_MEMORY, MEMORY, SpreadRun, SpreadSample
 from multiverse_lab.cli.bench import (
@@ -26,12 +23,11 @@ from multiverse_lab.cli.bench import (
     build_images,
     host_figures,
     job_progress,
-    lab_progress,
     medians,
+    on_lab,
 )
-from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
-from multiverse_lab.lab.session import LabSession, session
+from multiverse_lab.lab.session import LabSession
 
 VMS = tuple(MEMORY)
 _FIGURES = ("frozen", "spread", "usual", "resume")
@@ -46,19 +42,11 @@ def spread(
 ) -> None:
     """Saving jobs of 2, 4 and 8 VMs on two hosts: how far apart their VMs are frozen."""
     build_images(SLIM_CLONES, images, json)
-    found = interrupts.run(_spread(directory, images, jobs, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
-
-
-async def _spread(directory: Path, images: Path, jobs: int, json: bool) -> dict[str, Any]:
     with TemporaryDirectory(prefix="multiverse-states-") as shared:  # by both hosts
         settings: dict[str, dict[str, Any]] = {"image": {"source": str(images)}, "save": {"directory": shared}}
         options = LabOptions(hosts=2, cores=8, memory=HOST_MEMORY, image="slim", images=images, settings=settings)
-        async with session(layout(directory), options, lab_progress(json)) as lab:
-            return await asyncio.to_thread(_measure, lab, jobs, json)
+        found = on_lab(options, directory, json, lambda lab: _measure(lab, jobs, json))
+    render.present(found, json, _print)
 
 
 def _measure(lab: LabSession, jobs: int, json: bool) -> dict[str, Any]:

@@ -56,10 +56,7 @@ def throughput(
     plan = ThroughputPlan(tasks, seconds, cpus, [kind for kind in throughputs.KINDS if kind in chosen])
     build_images(plan.kinds, images, json)
     found = interrupts.run(_throughput(directory, images, plan, json))
-    if json:
-        render.as_json(found)
-    else:
-        _print(found)
+    render.present(found, json, _print)
 
 
 async def _throughput(directory: Path, images: Path, plan: ThroughputPlan, json: bool) -> dict[str, Any]:
