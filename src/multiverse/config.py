@@ -64,8 +64,8 @@ Count = Annotated[int, Field(ge=0), Unit("")]
 Positive = Annotated[int, Field(ge=1), Unit("")]
 Cpus = Annotated[int, Field(ge=1), Unit("CPUs")]
 Mebibytes = Annotated[int, Field(ge=0), Unit("MiB")]
-Seconds = Annotated[float, Field(gt=0), Unit("s")]
-Wait = Annotated[float, Field(ge=0), Unit("s")]
+Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
+Wait = Annotated[float, Field(ge=0), Unit("seconds")]
 """Seconds, perhaps none."""
 Days = Annotated[float, Field(ge=0, allow_inf_nan=False), Unit("days")]
 Rate = Annotated[float, Field(ge=0), Unit("per second")]
@@ -576,14 +576,14 @@ class JobVmSettings:
     """Where the plugin is on the nodes."""
     enter: Path = Path("/usr/local/libexec/multiverse/mventer")
     """The program that runs the command of a task in the VM of its job."""
-    timeout: Annotated[Positive, Unit("s")] = 300
+    timeout: Annotated[Positive, Unit("seconds")] = 300
     """The time that a task waits for its VM, whose template may have to be built first."""
     feature: str = "job-vms"
     """The feature of nodes that take jobs with VMs inside. The agent gives it to its node as long as the plugin
     passes a test there."""
     node: Annotated[str, Example('"n17"')] = ""
     """The name of this host in Slurm. Empty: the same as `host.name`."""
-    check: Annotated[float, Field(ge=1), Unit("s")] = 15.0
+    check: Annotated[float, Field(ge=1), Unit("seconds")] = 15.0
     """The time between two tests of the plugin."""
     bridge: Annotated[str, Allowed("a name of 1 to 11 bytes")] = "mvjobs"
     """The beginning of the names of the bridges that jobs have on their hosts; a number follows it. Bridges of
@@ -625,14 +625,14 @@ class SaveSettings:
     copy: Annotated[Path | None, Example('"/shared/multiverse/saved"')] = None
     """A second directory, on other storage, to which each saved VM is copied. A job can go on on any host that
     reaches it, even if the host that saved it is lost. Not set: nothing is copied."""
-    before: Reloaded[Annotated[float, Field(ge=60), Unit("s")]] = 120.0
+    before: Annotated[float, Field(ge=60), Unit("seconds")] = 120.0
     """How long before its time limit a job is saved that asks for that (vm:save) without a time."""
     max_runs: Reloaded[Positive] = 7
     """How many runs a job may have. Its last run is not saved, and ends at its time limit."""
-    sleep_after: Reloaded[Annotated[float, Field(ge=0, allow_inf_nan=False), Unit("s")]] = 0.0
+    sleep_after: Reloaded[Annotated[float, Field(ge=0, allow_inf_nan=False), Unit("seconds")]] = 0.0
     """The time that a job is suspended (scontrol suspend) before its VM frees the memory of its host. Hosts need
     slurmd, munge and Python for that. 0: VMs of suspended jobs keep their memory."""
-    checkpoint_every: Reloaded[Annotated[float, Field(ge=1), Unit("s")]] = 60.0
+    checkpoint_every: Reloaded[Annotated[float, Field(ge=1), Unit("seconds")]] = 60.0
     """The shortest time between two checkpoints of a job."""
     checkpoints: Reloaded[Positive] = 2
     """How many checkpoints of a job (vm:checkpoint) are kept. Older ones are removed."""
@@ -645,7 +645,7 @@ class SaveSettings:
     """The time after which a saved VM is discarded whose job has not gone on. The job is held then. 0: never."""
     encrypt: Reloaded[bool] = False
     """Whether saved VMs are encrypted, with a key for each user that the controller keeps in `state_dir`."""
-    no_requeue: Reloaded[bool] = False
+    no_requeue: bool = False
     """Whether jobs can be saved, too, that were submitted with --no-requeue."""
 
 
@@ -666,10 +666,10 @@ class MoveSettings:
     """Whether memory is compressed (zstd) when it is sent."""
     bandwidth: MebibytesPerSecond = 0
     """What one move may send. 0: no limit."""
-    timeout: Annotated[float, Field(gt=0, le=3000), Unit("s")] = 600.0
+    timeout: Annotated[float, Field(gt=0, le=3000), Unit("seconds")] = 600.0
     """The time after which a move is given up, because the job writes to its memory or disk faster than that is
     sent."""
-    downtime: Annotated[float, Field(gt=0, le=10), Unit("s")] = 0.05
+    downtime: Annotated[float, Field(gt=0, le=10), Unit("seconds")] = 0.05
     """The time for which a VM may stand still at the end of its move."""
     at_once: Reloaded[Positive] = 2
     """How many VMs move from or to one host at the same time."""
@@ -683,7 +683,7 @@ class RebalanceSettings:
     """Whether jobs leave hosts that an operator drains with --move or --save."""
     maintenance: Reloaded[bool] = True
     """Whether jobs leave hosts that a reservation of Slurm with the flag MAINT names, before it begins."""
-    notice: Reloaded[Annotated[float, Field(ge=0, le=86400), Unit("s")]] = 900.0
+    notice: Reloaded[Annotated[float, Field(ge=0, le=86400), Unit("seconds")]] = 900.0
     """How long before such a reservation begins jobs leave its hosts."""
     preemption: bool = True
     """Whether jobs give way to others that may preempt them by Slurm's own rules (PreemptType)."""
