@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import CloneKind, Depth, Placement
@@ -186,7 +187,7 @@ class QemuSettings:
     memory (tmpfs)."""
     vms: Path = Path("/var/lib/multiverse/vms")
     """The directory of VMs and their disks."""
-    run: Annotated[Path, Allowed("at most 85 bytes")] = Path("/run/multiverse/vms")
+    run: Annotated[Path, Allowed("at most 84 bytes")] = Path("/run/multiverse/vms")
     """The directory of the sockets of VMs. The path of a socket may have 107 bytes, so this one has to be short."""
     bridge: Annotated[str, Allowed("a name of 1 to 15 bytes")] = "mvbr0"
     """The network bridge of the host that connects VMs."""
@@ -750,16 +751,31 @@ class Settings:
         return self.rebalance.preemption and (self.save.enabled or self.move.enabled)
 
 
+class Document(NamedTuple):
+    """A file of settings as it was read."""
+
+    path: Path
+    text: str
+    raw: dict[str, Any]
+
+
+def documents(path: Path) -> list[Document]:
+    """The file, and the one that it includes. Raises `Refused` if one cannot be read, or is not TOML."""
+    first = _read(path)
+    include = first.raw.get("include")
+    return [first, _read(path.parent / include)] if isinstance(include, str) else [first]
+
+
+def merged(read: Iterable[Document]) -> dict[str, Any]:
+    """The documents in one: later ones override earlier ones."""
+    return reduce(_merged, (one.raw for one in read))
+
+
 def load(path: Path) -> Settings:
     """Read settings from a TOML file and the file that it includes, as they are for this machine. Raises `Refused`,
     which names every wrong key."""
-    raw = _read(path)
-    include = raw.get("include")
-    if isinstance(include, str):
-        other = path.parent / include
-        settings = parse(_merged(raw, _read(other)), f"{path} with {other}")
-    else:
-        settings = parse(raw, str(path))
+    read = documents(path)
+    settings = parse(merged(read), " with ".join(str(one.path) for one in read))
     return on_machine(settings, socket.gethostname())
 
 
@@ -870,9 +886,10 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **above, **both}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Document:
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        return Document(path, text, tomllib.loads(text))
     except OSError as error:
         raise Refused(f"cannot read {path}: {error.strerror}", hint="give the file with --config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -909,7 +926,7 @@ def examined(raw: dict[str, Any]) -> tuple[Settings | None, list[Mistake]]:
     try:
         settings = adapter.validate_python(known)
     except ValidationError as error:
-        wrong = [Mistake(each["loc"], _said(each["type"], each["msg"], each["input"])) for each in error.errors()]
+        wrong = [Mistake(each["loc"], _said(each["loc"], each)) for each in error.errors()]
         rest = adapter.validate_python(_without(known, [_replaceable(one.key) for one in wrong]))
         names = {".".join(map(str, _replaceable(one.key))) for one in wrong}
         others = [one for one in _contradictions(rest) if not any(name in one for name in names)]
@@ -935,8 +952,11 @@ _MESSAGES = {
 """By the first word of Pydantic's types of errors."""
 
 
-def _said(kind: str, message: str, given: object) -> str:
+def _said(key: tuple[str | int, ...], error: ErrorDetails) -> str:
     """An error of Pydantic in the words of a file of settings."""
+    kind, given, message = error["type"], error["input"], error["msg"]
+    if kind.startswith("tuple") and isinstance(given, dict):
+        return f"must be an array of tables: begin each with [[{'.'.join(map(str, key))}]]"
     plain = message[:1].lower() + message[1:].replace("nput should be", "must be")
     said = _MESSAGES.get(kind.partition("_")[0], plain.removeprefix("i"))
     return said if isinstance(given, dict | list) else f"{said}, not {toml_value(given)}"
