@@ -15,10 +15,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, reduce
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from multiverse.core.errors import Refused
@@ -777,6 +779,80 @@ def load(path: Path) -> Settings:
     read = documents(path)
     settings = parse(merged(read), " with ".join(str(one.path) for one in read))
     return on_machine(settings, socket.gethostname())
+
+
+# --- reading them again ----------------------------------------------------------------------------
+
+
+def reloaded(running: Settings, new: Settings) -> tuple[Settings, list[str]]:
+    """The running settings with the values of `new` that can be applied at run time, and the keys whose new values need
+    a restart. If the two would contradict each other together, all of them do."""
+    waiting: list[str] = []
+    applied: Settings = _applied(running, new, (), waiting)
+    if any(_contradictions(applied)):
+        return running, changed_keys(running, new)
+    return applied, waiting
+
+
+def changed_keys(before: Any, after: Any, prefix: tuple[str | int, ...] = ()) -> list[str]:
+    """The keys that differ. An array of tables that are others is named as a whole."""
+    if before == after:
+        return []
+    pairs = _pairs(before, after)
+    if not pairs:
+        return [".".join(map(str, prefix))]
+    return [key for name, old, new in pairs for key in changed_keys(old, new, (*prefix, name))]
+
+
+def _pairs(before: Any, after: Any) -> list[tuple[str | int, Any, Any]]:
+    """The values of two tables, or the tables of two arrays that stand for the same things; empty for other values."""
+    if is_dataclass(before):
+        return [(one.name, getattr(before, one.name), getattr(after, one.name)) for one in fields(before)]
+    if isinstance(before, tuple) and len(before) == len(after) and all(map(_are_of_one, before, after)):
+        return [(i, *both) for i, both in enumerate(zip(before, after, strict=True))]
+    return []
+
+
+def _are_of_one(before: Any, after: Any) -> bool:
+    """Whether two tables of an array stand for the same thing, which their first key names."""
+    if not is_dataclass(before):
+        return False
+    first = fields(before)[0].name
+    return bool(getattr(before, first) == getattr(after, first))
+
+
+def _applied(running: Any, new: Any, prefix: tuple[str | int, ...], waiting: list[str]) -> Any:
+    """What `running` becomes. Notes the keys that stay and differ."""
+    if running == new:
+        return running
+    pairs = _pairs(running, new)
+    if not pairs:
+        waiting.append(".".join(map(str, prefix)))
+        return running
+    if isinstance(running, tuple):
+        return tuple(_applied(old, value, (*prefix, i), waiting) for i, old, value in pairs)
+    hints = get_type_hints(type(running), include_extras=True)
+    values = {
+        str(name): value if has_mark(hints[str(name)], AtReload) else _applied(old, value, (*prefix, name), waiting)
+        for name, old, value in pairs
+    }
+    return replace(running, **values)
+
+
+def marks_of(hint: Any) -> Iterator[Any]:
+    """What annotations say of a type, and of the type that may also be None."""
+    if get_origin(hint) is Annotated:
+        inner, *marks = get_args(hint)
+        yield from marks_of(inner)
+        for mark in marks:
+            yield from mark.metadata if isinstance(mark, FieldInfo) else (mark,)
+    elif NoneType in get_args(hint):
+        for one in get_args(hint):
+            yield from marks_of(one)
+
+
+def has_mark(hint: Any, mark: type) -> bool:
+    return any(isinstance(one, mark) for one in marks_of(hint))
 
 
 # --- hosts -----------------------------------------------------------------------------------------

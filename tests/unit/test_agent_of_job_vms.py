@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from multiverse import config
 from multiverse.config import AgentSettings, JobVmSettings, QemuSettings, Settings
@@ -37,13 +38,19 @@ async def test_it_is_no_agent_of_a_host(tmp_path: Path, monkeypatch: pytest.Monk
         qemu=QemuSettings(uids=(5000, 1700), vms=tmp_path / "vms", run=tmp_path / "run", templates=tmp_path / "t"),
         job_vms=JobVmSettings(enabled=True, only=True),
     )
-    serving = asyncio.create_task(agent.serve(settings))
+    (tmp_path / "m.toml").write_text("poll = 1.0\n[pacing]\nattempts = 3\n")
+    serving = asyncio.create_task(agent.serve(settings, tmp_path / "m.toml"))
     await asyncio.wait_for(began.wait(), 30)
     assert not is_locked(tmp_path / "agent" / "lock"), "a pilot refuses a node on which it is held"
     assert is_locked(tmp_path / "agent" / "jobs.lock") and not settings.agent.socket.exists()
     assert served[0].qemu.uids == share_of((5000, 1700), NODE_SHARE) == (6600, 100)
     with pytest.raises(Refused, match="another agent"):
         await agent.serve(settings)
+    with capture_logs() as logs:
+        os.kill(os.getpid(), signal.SIGHUP)
+        while not any("restart" in line["event"] for line in logs):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert logs[0]["applied"] == "pacing.attempts" and "poll" in logs[1]["keys"], "it goes on"
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(serving, 30)
     assert not is_locked(tmp_path / "agent" / "jobs.lock")

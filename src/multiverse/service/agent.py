@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -34,6 +35,7 @@ from multiverse.pilot.run import END_VMS
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
 from multiverse.service.metrics import scraped
+from multiverse.service.reload import SettingsReload
 from multiverse.service.startup import ProcessCounter, bind, locked, stop_signal
 from multiverse.system.processes import boot_id
 
@@ -243,9 +245,21 @@ async def _serve_jobs_alone(settings: Settings) -> None:
     log.info("agent stopped")
 
 
-async def serve(settings: Settings, *, leased: bool = False, vxlan: VxlanConfig | None = None) -> None:
-    """Run until SIGTERM or SIGINT. VMs stay; the next agent finds them. With `leased`, a lease's pilot runs this agent,
-    and tells it when the lease ends; `vxlan` is that of its node."""
+async def serve(
+    settings: Settings, file: Path | None = None, *, leased: bool = False, vxlan: VxlanConfig | None = None
+) -> None:
+    """Run until SIGTERM or SIGINT. VMs stay; the next agent finds them. At each SIGHUP the settings are read again from
+    `file`: no key that reload applies is an agent's, but the log then names those that need a restart. With `leased`, a
+    lease's pilot runs this agent, and tells it when the lease ends; `vxlan` is that of its node."""
+    reading = asyncio.create_task(SettingsReload(file, settings).run(), name="settings") if file is not None else None
+    try:
+        await _serve(settings, leased=leased, vxlan=vxlan)
+    finally:
+        if reading is not None:
+            reading.cancel()
+
+
+async def _serve(settings: Settings, *, leased: bool, vxlan: VxlanConfig | None) -> None:
     if leased:  # leases of one node would have the same port
         settings = replace(settings, move=replace(settings.move, enabled=False))
     _make_directories(settings)

@@ -16,13 +16,22 @@ from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic.fields import FieldInfo
 
-from multiverse.config import Allowed, AtReload, Example, Settings, Unit, table_class, toml_value
+from multiverse.config import (
+    Allowed,
+    AtReload,
+    Example,
+    Settings,
+    Unit,
+    has_mark,
+    marks_of,
+    table_class,
+    toml_value,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +76,8 @@ def setting_tables() -> list[SettingTable]:
     for name, cls in sorted(classes.items()):
         if cls is not None:
             is_array = get_origin(_plain(hints[name])) is tuple
-            examples = "\n".join(mark.toml for mark in _marks(hints[name]) if isinstance(mark, Example))
-            keys = tuple(_keys(cls, _has_mark(hints[name]), tomllib.loads(examples)))
+            examples = "\n".join(mark.toml for mark in marks_of(hints[name]) if isinstance(mark, Example))
+            keys = tuple(_keys(cls, has_mark(hints[name], AtReload), tomllib.loads(examples)))
             tables.append(SettingTable(name, _one_line(cls.__doc__), is_array, keys))
     return tables
 
@@ -77,7 +86,7 @@ def _keys(cls: Any, reloaded: bool, examples: Mapping[str, object] = MappingProx
     about, hints = _meanings(cls), get_type_hints(cls, include_extras=True)
     for one in fields(cls):
         hint = hints[one.name]
-        plain, marks = _plain(hint), list(_marks(hint))
+        plain, marks = _plain(hint), list(marks_of(hint))
         yield SettingKey(
             name=one.name,
             meaning=about.get(one.name, ""),
@@ -89,7 +98,7 @@ def _keys(cls: Any, reloaded: bool, examples: Mapping[str, object] = MappingProx
             example=toml_value(examples[one.name])
             if one.name in examples
             else next((mark.toml for mark in marks if isinstance(mark, Example)), ""),
-            reloaded=reloaded or _has_mark(hint),
+            reloaded=reloaded or has_mark(hint, AtReload),
         )
 
 
@@ -112,22 +121,6 @@ def _classes(module: str) -> Mapping[str, ast.ClassDef]:
 
 def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
-
-
-def _marks(hint: Any) -> Iterator[Any]:
-    """What annotations say of a type, and of the type that may also be None."""
-    if get_origin(hint) is Annotated:
-        inner, *marks = get_args(hint)
-        yield from _marks(inner)
-        for mark in marks:
-            yield from mark.metadata if isinstance(mark, FieldInfo) else (mark,)
-    elif isinstance(hint, UnionType) or NoneType in get_args(hint):
-        for one in get_args(hint):
-            yield from _marks(one)
-
-
-def _has_mark(hint: Any) -> bool:
-    return any(isinstance(mark, AtReload) for mark in _marks(hint))
 
 
 def _plain(hint: Any) -> Any:
