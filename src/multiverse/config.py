@@ -37,26 +37,22 @@ LEASE_RESERVE = 512
 """MiB of a pilot's memory that VMs do not get: the pilot, the agent and Slurm's processes in its job need it."""
 
 
-class Unit(NamedTuple):
-    """What a number counts. Empty: it is a plain number, such as that of a port, or its meaning says what it
-    counts."""
-
-    name: str
+# What types and fields say of keys, beside pydantic's limits.
 
 
-class Example(NamedTuple):
+class Unit(str):
+    """What a number counts. Empty: it is a plain number, such as that of a port, or its meaning says what it counts."""
+
+
+class Example(str):
     """A value as a file has it, for a key whose default is no example; of a table, such values with their keys."""
 
-    toml: str
 
-
-class Allowed(NamedTuple):
+class Allowed(str):
     """Which values are right, where the type does not tell."""
 
-    text: str
 
-
-class AtReload(NamedTuple):
+class AtReload:
     """Marks a key or a table whose new values are applied when the settings are read again."""
 
 
@@ -737,8 +733,8 @@ class Settings:
     backfill: Reloaded[BackfillSettings] = field(default_factory=BackfillSettings)
     placement: Reloaded[PlacementSettings] = field(default_factory=PlacementSettings)
     web: WebSettings = field(default_factory=WebSettings)
-    mounts: Annotated[
-        tuple[Mount, ...], Example('source = "fileserver:/home"\ntarget = "/home"\noptions = "nosuid,nodev"')
+    mounts: Reloaded[
+        Annotated[tuple[Mount, ...], Example('source = "fileserver:/home"\ntarget = "/home"\noptions = "nosuid,nodev"')]
     ] = ()
     pool: Reloaded[tuple[PoolSettings, ...]] = ()
     save: SaveSettings = field(default_factory=SaveSettings)
@@ -967,7 +963,8 @@ def _read(path: Path) -> Document:
         text = path.read_text()
         return Document(path, text, tomllib.loads(text))
     except OSError as error:
-        raise Refused(f"cannot read {path}: {error.strerror}", hint="give the file with --config") from error
+        hint = f"give the file with --config, or write it: multiverse config example > {path}"
+        raise Refused(f"cannot read {path}: {error.strerror}", hint=hint) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Refused(f"{path} is not TOML: {error}", hint="correct that line") from error
 
@@ -1027,14 +1024,24 @@ _MESSAGES = {
 }
 """By the first word of Pydantic's types of errors."""
 
+_WORDS = {
+    "Input should be": "must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+}
+"""For what is in its other messages, in the order of replacement."""
+
 
 def _said(key: tuple[str | int, ...], error: ErrorDetails) -> str:
     """An error of Pydantic in the words of a file of settings."""
     kind, given, message = error["type"], error["input"], error["msg"]
     if kind.startswith("tuple") and isinstance(given, dict):
         return f"must be an array of tables: begin each with [[{'.'.join(map(str, key))}]]"
-    plain = message[:1].lower() + message[1:].replace("nput should be", "must be")
-    said = _MESSAGES.get(kind.partition("_")[0], plain.removeprefix("i"))
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    said = _MESSAGES.get(kind.partition("_")[0], message)
     return said if isinstance(given, dict | list) else f"{said}, not {toml_value(given)}"
 
 

@@ -47,7 +47,7 @@ def test_a_lease_is_of_a_whole_node_unless_the_site_says_how_much() -> None:
         ({"hosts": [{"nodes": "n[1-3]"}, {"nodes": "n[3-4]"}]}, "hosts: n3 in more than one place"),
         (
             {"hosts": [{"nodes": "n1", "overcommit": 0.5}]},
-            "hosts.0.overcommit: must be greater than or equal to 1",
+            "hosts.0.overcommit: must be at least 1",
         ),
         ({"hosts": [{"nodes": "n1", "run": "/run/" + "x" * 100}]}, "hosts.0: qemu.run"),
         ({"agent": {"connect": ["ssh", "n1"]}}, "agent.connect"),
@@ -56,7 +56,7 @@ def test_a_lease_is_of_a_whole_node_unless_the_site_says_how_much() -> None:
         ({"lease": [{"partition": "p", "max": -1}]}, "lease.0.max: must be"),
         ({"lease": [{"partition": "p", "cpus": -1}]}, "lease.0.cpus: must be"),
         ({"lease": [{"partition": "p", "memory": 64}]}, "lease.0.memory: a whole node has all its memory"),
-        ({"lease": [{"partition": "p", "idle": 0}]}, "lease.0.idle: must be greater than 0"),
+        ({"lease": [{"partition": "p", "idle": 0}]}, "lease.0.idle: must be above 0"),
         ({"lease": [{"partition": "p"}, {"partition": "p"}]}, "lease: two leases of one partition"),
         ({"host": {"core": 1}}, "host.core: no such key, did you mean cores"),
         ({"host": {"cores": "many"}}, "host.cores"),

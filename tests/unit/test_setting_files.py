@@ -58,7 +58,7 @@ def test_every_mistake_is_found_at_once_each_with_its_line(tmp_path: Path) -> No
         (("m.toml", 3), "cores: no such key; it is a key of [host] and [hosts]"),
         (("m.toml", 5), 'host.cores: must be a whole number, not "many"'),
         (("m.toml", 6), "host.memory: must be at least qemu.base_memory, 288 MiB"),
-        (("m.toml", 7), "host.overcommit: must be greater than or equal to 1, not 0.5"),
+        (("m.toml", 7), "host.overcommit: must be at least 1, not 0.5"),
         (("m.toml", 9), "hosts.0.nodes: 'n[1-' is no node set: missing bracket: \"n[1-\""),
         (("m.toml", 10), "hosts.1: host.memory: must be at least qemu.base_memory, 288 MiB"),
         (("m.toml", 10), "hosts.1: qemu.bridge: an interface name has 1 to 15 bytes, without blanks and slashes"),

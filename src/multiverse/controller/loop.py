@@ -232,7 +232,7 @@ class Controller:
         self._settings = settings
         self.policy = replace(policy_of(settings), placements=self.policy.placements)
         self._forecast.policy = self._orphans.policy = self.policy
-        self._around.encrypts = settings.save.encrypt
+        self._around.encrypts, self._around.mounts = settings.save.encrypt, settings.mounts
         self._limits = self._job_limits()
         self.state.look_again()
         self._wake.set()

@@ -170,10 +170,10 @@ SETTINGS_WRONG = Wrong(
     "settings count",
 )  # fmt: skip
 SETTINGS_WAIT = Wrong(
-    "settings", "notice", "settings-restart",
+    "settings", "warning", "settings-restart",
     "settings changed that need a restart: {keys:list}",
-    "restart the controller, and the agents that have these keys: systemctl restart multiverse; VMs and jobs stay as "
-    "they are",
+    "restart the controller, and the agents if they use these keys: systemctl restart multiverse; VMs and jobs stay "
+    "as they are",
 )  # fmt: skip
 EFFECT = Wrong(
     "effect", "warning", "{name}",

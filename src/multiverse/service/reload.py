@@ -34,6 +34,7 @@ class SettingsReload:
             await self.read()
 
     async def read(self) -> None:
+        log.info("reading the settings again", file=str(self.file))  # equal errors are logged only now and then
         try:
             new = await asyncio.to_thread(load, self.file)
             running, waiting = reloaded(self.running, new)
@@ -45,7 +46,9 @@ class SettingsReload:
             log.error("settings not read again, because of mistakes", reason=self.mistakes)
             return
         self.running, self.waiting, self.mistakes = running, tuple(waiting), ""
-        log.info("settings read again", applied=", ".join(applied) or "nothing has changed that can be applied")
+        log.info(
+            "settings read again", applied=", ".join(applied) or "nothing", restart=", ".join(waiting) or "not needed"
+        )
         if waiting:
             log.warning("settings changed that need a restart", keys=", ".join(waiting))
 

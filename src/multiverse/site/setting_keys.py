@@ -76,7 +76,7 @@ def setting_tables() -> list[SettingTable]:
     for name, cls in sorted(classes.items()):
         if cls is not None:
             is_array = get_origin(_plain(hints[name])) is tuple
-            examples = "\n".join(mark.toml for mark in marks_of(hints[name]) if isinstance(mark, Example))
+            examples = "\n".join(str(mark) for mark in marks_of(hints[name]) if isinstance(mark, Example))
             keys = tuple(_keys(cls, has_mark(hints[name], AtReload), tomllib.loads(examples)))
             tables.append(SettingTable(name, _one_line(cls.__doc__), is_array, keys))
     return tables
@@ -91,13 +91,13 @@ def _keys(cls: Any, reloaded: bool, examples: Mapping[str, object] = MappingProx
             name=one.name,
             meaning=about.get(one.name, ""),
             kind=_kind(plain),
-            unit=next((mark.name for mark in reversed(marks) if isinstance(mark, Unit)), None),
-            limits=next((mark.text for mark in marks if isinstance(mark, Allowed)), "") or _limits(plain, marks),
+            unit=next((str(mark) for mark in reversed(marks) if isinstance(mark, Unit)), None),
+            limits=next((str(mark) for mark in marks if isinstance(mark, Allowed)), "") or _limits(plain, marks),
             default=None if one.default in (None, MISSING) else toml_value(one.default),
             required=one.default is MISSING and one.default_factory is MISSING,
             example=toml_value(examples[one.name])
             if one.name in examples
-            else next((mark.toml for mark in marks if isinstance(mark, Example)), ""),
+            else next((str(mark) for mark in marks if isinstance(mark, Example)), ""),
             reloaded=reloaded or has_mark(hint, AtReload),
         )
 
