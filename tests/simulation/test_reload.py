@@ -10,12 +10,14 @@ from tests.simulation.test_leases import HOST, LEASE, leases, scenario
 
 from multiverse.config import BackfillSettings, FenceSettings, PacingSettings, PlacementSettings, PoolSettings, Settings
 from multiverse.core.model.basics import Depth, Placement, Size
+from multiverse.core.model.identity import Identity, Mount
 from multiverse_lab.simulation.faults import ControllerCrash
+from multiverse_lab.simulation.guests import Guest
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.outcome import Outcome
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Arrival, Scenario
-from multiverse_lab.simulation.world import WorldSettings
+from multiverse_lab.simulation.world import SimulatedWorld, WorldSettings
 
 POOL = PoolSettings(depth=Depth.PARKED, min=3)
 SIZES = (Size(1, 200), Size(2, 900))
@@ -54,6 +56,21 @@ def test_a_pool_comes_and_goes_with_the_settings(crashes: tuple[ControllerCrash,
     outcome = simulate(replace(begun, reloads=((20.0, replace(FEW, pool=(POOL,))),)))
     assert ran(outcome, 3), outcome.story()
     assert made(outcome) >= 6, "and none is left at the end, which is a promise"
+
+
+def test_vms_that_are_made_later_have_the_new_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts: list[tuple[Mount, ...]] = []
+    boot = SimulatedWorld._boot
+
+    def noting(self: SimulatedWorld, name: str, identity: Identity) -> Guest:
+        mounts.append(identity.mounts)
+        return boot(self, name, identity)
+
+    monkeypatch.setattr(SimulatedWorld, "_boot", noting)
+    arrivals = tuple(Arrival(at, Batch(seconds=5.0, size=Size(1, 200))) for at in (0.0, 60.0))
+    home = Mount("fileserver:/home", "/home")
+    outcome = simulate(Scenario(3, arrivals, WorldSettings(), FEW, reloads=((30.0, replace(FEW, mounts=(home,))),)))
+    assert ran(outcome, 2) and mounts == [(), (home,)]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -233,7 +233,8 @@ class Controller:
         self.policy = replace(policy_of(settings), placements=self.policy.placements)
         self._forecast.policy = self._orphans.policy = self.policy
         self._around.encrypts, self._around.mounts = settings.save.encrypt, settings.mounts
-        self._limits = self._job_limits()
+        if self._limits is not None:
+            self._limits = self._job_limits()
         self.state.look_again()
         self._wake.set()
 
