@@ -704,7 +704,7 @@ class Settings:
     """Another file of settings, relative to this one. What it says overrides what this file says. A file that is
     included includes no further one."""
     state_dir: Path = Path("/var/lib/multiverse")
-    """The directory of the controller's database and keys."""
+    """The directory of the controller's database and keys, and of what agents have found out about their hosts."""
     socket: Path = Path("/run/multiverse/api.sock")
     """The Unix socket at which the controller answers operators."""
     poll: Seconds = 2.0

@@ -28,7 +28,7 @@ _MIB = 1 << 20
 def example(
     full: Annotated[bool, typer.Option("--all", help="Every key with its meaning and its default.")] = False,
 ) -> None:
-    """Print a file of settings: what each site decides, with the values of this machine; or every key."""
+    """Print a file of settings. It has what each site decides, with the values of this machine, or every key."""
     # Imported late: they read the source of the settings.
     from multiverse.site.setting_examples import Resources, full_example, short_example
     from multiverse.site.setting_keys import setting_tables
@@ -53,7 +53,7 @@ def _rounded(mib: int) -> int:
 
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="A file of settings.")] = DEFAULT_CONFIG) -> None:
-    """Show every mistake in the settings with its line. Exits with 1 if there is one, and with 0 otherwise."""
+    """Show every mistake, with its line. Exits with 1 if there is one, and with 0 otherwise."""
     found = mistakes_in(file)
     for line, mistake in found:
         where = Text(f"{line or file}:", style="bold")
@@ -72,8 +72,8 @@ def show(
     changed: Annotated[bool, typer.Option("--changed", help="Only values that are not defaults.")] = False,
     json: output.Json = False,
 ) -> None:
-    """Show each value that this machine has, and where it comes from: FILE:LINE, the default, or computed. Passwords in
-    commands are not shown."""
+    """Show all values, and where each comes from. They are those of this machine, from FILE:LINE, by default, or
+    computed. Passwords in commands are not shown."""
     of_key = [one for one in values_in(config, socket.gethostname()) if _is_below(one.key, key)]
     if not of_key:
         raise Refused(f"there is no key {key}", hint="multiverse config show has all keys that can be given")

@@ -72,7 +72,7 @@ def setting_tables() -> list[SettingTable]:
     hints = get_type_hints(Settings, include_extras=True)
     classes = {name: table_class(_plain(hint)) for name, hint in hints.items()}
     plain = tuple(one for one in _keys(Settings, False) if classes[one.name] is None)
-    tables = [SettingTable("", _one_line(Settings.__doc__), False, plain)]
+    tables = [SettingTable("", "Keys that stand before the first table.", False, plain)]
     for name, cls in sorted(classes.items()):
         if cls is not None:
             is_array = get_origin(_plain(hints[name])) is tuple
