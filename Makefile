@@ -15,7 +15,7 @@ help:
 	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
 	@echo "make mutants    mutation tests of the core: do the unit tests notice changed decisions? an hour or more"
 	@echo "make setup      install packages and the Python environment only, for development; not on a site's machine"
-	@echo "make docs       generate the state diagrams, docs/options.md, docs/api.*, the manual pages and the shells' completion"
+	@echo "make docs       generate the state diagrams, docs/options.md, docs/settings.md, docs/api.*, the manual pages and the shells' completion"
 
 setup:
 	@scripts/setup
@@ -99,6 +99,7 @@ docs: setup
 	python scripts/lifecycle
 	python scripts/options
 	python scripts/commands
+	python scripts/settings
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis var mutants

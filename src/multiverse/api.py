@@ -346,6 +346,7 @@ AlertKind = Literal[
     "back-off",
     "avoided",
     "placement",
+    "settings",
     "template",
     "host",
     "fenced",

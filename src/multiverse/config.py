@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import re
 import shutil
 import socket
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache, reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import CloneKind, Depth, Placement
@@ -30,41 +36,83 @@ LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
 LEASE_RESERVE = 512
 """MiB of a pilot's memory that VMs do not get: the pilot, the agent and Slurm's processes in its job need it."""
 
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Wait = Annotated[float, Field(ge=0)]
+
+# What types and fields say of keys, beside pydantic's limits.
+
+
+class Unit(str):
+    """What a number counts. Empty: it is a plain number, such as that of a port, or its meaning says what it counts."""
+
+
+class Example(str):
+    """A value as a file has it, for a key whose default is no example; of a table, such values with their keys."""
+
+
+class Allowed(str):
+    """Which values are right, where the type does not tell."""
+
+
+class AtReload:
+    """Marks a key or a table whose new values are applied when the settings are read again."""
+
+
+T = TypeVar("T")
+Reloaded = Annotated[T, AtReload()]
+
+Count = Annotated[int, Field(ge=0), Unit("")]
+Positive = Annotated[int, Field(ge=1), Unit("")]
+Cpus = Annotated[int, Field(ge=1), Unit("CPUs")]
+Mebibytes = Annotated[int, Field(ge=0), Unit("MiB")]
+Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
+Wait = Annotated[float, Field(ge=0), Unit("seconds")]
 """Seconds, perhaps none."""
-Rate = Annotated[float, Field(ge=0)]
-Factor = Annotated[float, Field(ge=1)]
+Days = Annotated[float, Field(ge=0, allow_inf_nan=False), Unit("days")]
+Rate = Annotated[float, Field(ge=0), Unit("per second")]
+MebibytesPerSecond = Annotated[int, Field(ge=0), Unit("MiB/s")]
+MegabitsPerSecond = Annotated[int, Field(ge=0), Unit("Mbit/s")]
+Factor = Annotated[float, Field(ge=1), Unit("")]
 """How many times the present amount may be claimed."""
-Port = Annotated[int, Field(ge=1, le=65535)]
-Mtu = Annotated[int, Field(ge=576, le=9000)]
-NetworkId = Annotated[int, Field(ge=0, lt=1 << 24)]
+Port = Annotated[int, Field(ge=1, le=65535), Unit("")]
+Mtu = Annotated[int, Field(ge=576, le=9000), Unit("bytes")]
+NetworkId = Annotated[int, Field(ge=0, lt=1 << 24), Unit("")]
 
 LOCALHOST = "localhost"
 """The name of this machine as a host, where it is the only one."""
 
+# The string below each key is its meaning. The manual page and the examples are made of these strings and of the types
+# (`site.settings`), so that each must be understood without the others.
+
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What this machine offers to VMs: all it has, or less. Memory and disk in MiB. With `[[hosts]]`: the values of
-    hosts whose class has no other value."""
+    """What this machine offers to VMs: all it has, or less. A class in `[[hosts]]` overrides these values for its
+    hosts."""
 
-    name: str = LOCALHOST  # with [[hosts]], by default the machine's short host name
-    cores: Positive = 2
-    memory: int = 4096
-    disk: int = 65536
-    # VMs may claim this many times `cores` together. One VM has no more than `cores` CPUs all the same.
+    name: str = LOCALHOST
+    """The name of this machine as a host of VMs. With `[[hosts]]` the default is the machine's short host name."""
+    cores: Cpus = 2
+    """CPUs of this machine that VMs may use."""
+    memory: Annotated[Mebibytes, Allowed("at least qemu.base_memory")] = 4096
+    """Memory of this machine that VMs may use."""
+    disk: Mebibytes = 65536
+    """Disk space in `qemu.vms` that VMs may use."""
     cpu_overcommit: Factor = 1.0
-    # VMs may claim this many times `memory`. Above 1, a VM that has run for a while counts with the memory it uses.
+    """How many times `cores` all VMs together may claim. Above 1 they share CPUs. One VM never has more than `cores`
+    CPUs."""
     overcommit: Factor = 1.0
-    floor: Natural = 1024  # MiB that stay available on the machine: with less, no VM starts (if overcommit is above 1)
-    # VMs may claim this many times `disk`. Above 1, a VM that finds no room for what it writes waits for room.
+    """How many times `memory` all VMs together may claim. Above 1, a VM that has run for a while counts with the
+    memory that it really uses."""
+    floor: Mebibytes = 1024
+    """Memory that has to stay available on the machine. While less is, no VM is started. It counts only if
+    `overcommit` is above 1."""
     disk_overcommit: Factor = 1.0
-    disk_floor: Natural = 1024  # with less MiB available on the file system of qemu.vms, no VM is added
-    # Mbit/s that VMs may claim of the network. 0: what qemu.uplink reports, and nothing if there is no uplink.
-    net: Natural = 0
+    """How many times `disk` all VMs together may claim. Above 1, a VM that finds no room for what it writes stands
+    still until there is room."""
+    disk_floor: Mebibytes = 1024
+    """Space that has to stay free on the file system of `qemu.vms`. While less is free, no VM is added."""
+    net: MegabitsPerSecond = 0
+    """Bandwidth of the network that VMs may claim. 0: what the driver of `qemu.uplink` reports, and nothing if there
+    is no uplink."""
 
     @property
     def overcommitment(self) -> Overcommitment:
@@ -73,25 +121,39 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class SlurmSettings:
-    """Where the site's Slurm is, and the names of Multiverse's partition, features and licence there."""
+    """Where the site's Slurm is, and the names that Multiverse uses in it."""
 
     conf: Path = Path("/etc/slurm/slurm.conf")
-    bin_dir: Path | None = None  # the directory of Slurm's commands; None: found on PATH
-    partition: str = "vm"  # users submit to it; jobs wait and run in it
-    gate_feature: str = "mvgate"  # of the nodes that waiting jobs ask for
-    licence: str = "vm"  # what keeps jobs waiting: a reservation of the same name as the gate's feature holds it
-    node_feature: str = "vm"  # of every VM; the partition has all nodes with it
-    inbox: Path = Path("/run/multiverse/inbox")  # where job_submit.lua and the epilog leave hints
+    """The site's slurm.conf. The files that Multiverse adds to Slurm are in the same directory."""
+    bin_dir: Annotated[Path | None, Example('"/opt/slurm/bin"')] = None
+    """The directory of Slurm's commands. Not set: they are found on PATH."""
+    partition: str = "vm"
+    """The partition of VMs. Users submit jobs to it, and jobs wait and run in it."""
+    gate_feature: str = "mvgate"
+    """The feature that waiting jobs ask for (the gate). Only nodes that never run a job have it."""
+    licence: str = "vm"
+    """The Slurm licence that keeps jobs waiting. A reservation with the name of `gate_feature` holds it."""
+    node_feature: str = "vm"
+    """The feature of every VM in Slurm. The partition of VMs has all nodes with this feature."""
+    inbox: Path = Path("/run/multiverse/inbox")
+    """The directory in which job_submit.lua and EpilogSlurmctld leave small files that tell the controller of new and
+    ended jobs."""
     munge_key: Path = Path("/etc/munge/munge.key")
-    # slurmctld's address as guests reach it; with backups several, separated by commas, in the order of SlurmctldHost.
-    # Empty: network.gateway for the slurmctld of this machine, or for the only one, and for others that of slurm.conf.
-    controller_address: str = ""
-    guest_conf: Path | None = None  # a directory of files that replace the derived ones in guests
-    # The file by which users' commands find VMs (multiverse-client.conf includes it); None: beside slurm.conf. Every
-    # machine on which users work must see it at this path.
-    addresses: Path | None = None
-    command_timeout: float = 20.0  # seconds
-    commands: Annotated[int, Field(ge=2)] = 16  # of Slurm's commands that run at the same time, at most
+    """The munge key of the cluster, which each VM gets."""
+    controller_address: Annotated[str, Example('"10.213.0.1"')] = ""
+    """The address of slurmctld as VMs reach it; with backup controllers one for each, separated by commas, in the
+    order of the SlurmctldHost lines. Empty: `network.gateway` for a slurmctld on this machine and for an only one,
+    and the address in slurm.conf for others."""
+    guest_conf: Annotated[Path | None, Example('"/etc/multiverse/guest-slurm"')] = None
+    """A directory of Slurm's configuration files for VMs, in place of those that are derived from the site's. Not
+    set: all are derived."""
+    addresses: Annotated[Path | None, Example('"/etc/slurm/multiverse-addresses.conf"')] = None
+    """The file by which srun and other users' commands find VMs; multiverse-client.conf includes it. Every machine on
+    which users work must have it at this path. Not set: multiverse-addresses.conf beside slurm.conf."""
+    command_timeout: Seconds = 20.0
+    """The time that one of Slurm's commands may take before it is killed."""
+    commands: Annotated[int, Field(ge=2), Unit("")] = 16
+    """How many of Slurm's commands run at the same time at most."""
 
     def addresses_file(self) -> Path:
         """The file by which users' commands find VMs."""
@@ -104,191 +166,284 @@ class SlurmSettings:
 
 @dataclass(frozen=True)
 class QemuSettings:
-    """QEMU and its directories. Memory in MiB."""
+    """QEMU on the hosts, its directories, and what VMs are made of."""
 
     binary: str = "qemu-system-x86_64"
+    """The program of QEMU: a name on PATH, or a path."""
     accel: Literal["auto", "kvm", "tcg"] = "auto"
-    # The CPU of guests that run on KVM: "host", with all that the host's CPU has, or one of QEMU's CPU models. VMs move
-    # between hosts that run the same model, and with "host" between hosts with equal CPUs alone. `multiverse doctor`
-    # names the newest model that all hosts run. On a host whose CPU lacks something of the model, guests have its own.
-    cpu: str = "host"
+    """How guests run: on KVM (kvm) or emulated (tcg). auto: on KVM if a test guest runs on it, and emulated
+    otherwise."""
+    cpu: Annotated[str, Allowed("host, or a CPU model of QEMU without options")] = "host"
+    """The CPU of guests that run on KVM: host, with all that the host's CPU has, or one of QEMU's CPU models. VMs
+    move only between hosts with the same model; with host, only between hosts with equal CPUs. `multiverse doctor`
+    names the newest model that all hosts can run. On a host whose CPU lacks something of the model, guests have its
+    own CPU."""
     images: Path = Path("/var/lib/multiverse/images")
-    templates: Path = Path("/dev/shm/multiverse/templates")  # their memory: must be a file system in memory
+    """The directory of images."""
+    templates: Path = Path("/dev/shm/multiverse/templates")
+    """The directory of templates, which are the frozen VMs that clones are made from. It must be on a file system in
+    memory (tmpfs)."""
     vms: Path = Path("/var/lib/multiverse/vms")
-    run: Path = Path("/run/multiverse/vms")  # sockets, whose paths may have 107 bytes: keep it short
-    bridge: str = "mvbr0"
-    # An interface of the host that connects the bridge with those of the other hosts, without an address of the host's
-    # own: the bridge takes it over. Empty: the site connects them by itself, or there is one host.
-    uplink: str = ""
-    # The first uid of the QEMU processes, and how many there are. Each VM has its own; nothing else may use them. The
-    # default range is unused according to systemd's UIDS-GIDS. [0, 0]: all QEMU processes have the daemon's uid.
-    uids: tuple[int, int] = (0x7000_0000, 65536)
-    base_cpus: int = 1  # of a template
-    base_memory: int = 288  # of a template: a job of 165 MiB needs no more
-    max_cpus: int = 64  # the most CPUs that can be plugged into a VM
-    max_memory: int = 262144  # the most memory that a VM can have
-    # Memory for the translated code of an emulated guest. Code beyond it is translated again, which costs CPU time.
-    # 0: no limit, about 60 MiB for a VM with a job.
-    tb_size: int = 0
-    # Features of VMs, if their host has them: "off" does without, "on" uses also those that make most VMs slower.
-    vhost_net: Literal["auto", "off"] = "auto"  # the kernel moves the frames of guests that run on KVM
-    huge_pages: Literal["auto", "off"] = "auto"  # of 2 MiB, for the memory that a VM gets beside its template's
-    native_aio: Literal["auto", "on", "off"] = "auto"  # for the disks of full clones; auto: not used
-    iothread: Literal["auto", "on", "off"] = "auto"  # for disks; auto: of guests that run on KVM
+    """The directory of VMs and their disks."""
+    run: Annotated[Path, Allowed("at most 84 bytes")] = Path("/run/multiverse/vms")
+    """The directory of the sockets of VMs. The path of a socket may have 107 bytes, so this one has to be short."""
+    bridge: Annotated[str, Allowed("a name of 1 to 15 bytes")] = "mvbr0"
+    """The network bridge of the host that connects VMs."""
+    uplink: Annotated[str, Example('"eth1"')] = ""
+    """A network interface of the host that connects the bridge with those of the other hosts. The bridge takes it
+    over, so it must not have an address of the host. Empty: the site connects the bridges by itself, or there is one
+    host."""
+    uids: Annotated[
+        tuple[int, int], Allowed("first above 0 and at least 2 of them, all below 2147483648; or [0, 0]")
+    ] = (
+        0x7000_0000,
+        65536,
+    )
+    """The first uid for QEMU processes, and how many there are. Each VM has a uid of its own, and nothing else on the
+    host may use them. The default range is unused according to systemd's UIDS-GIDS. [0, 0]: all QEMU processes have
+    the uid of the agent."""
+    base_cpus: Cpus = 1
+    """CPUs of a template. Clones get more by hot-plugging."""
+    base_memory: Annotated[int, Field(ge=64), Unit("MiB")] = 288
+    """Memory of a template. Clones get more by hot-plugging. With the default, a job of 165 MiB needs no more."""
+    max_cpus: Cpus = 64
+    """The most CPUs that one VM can have."""
+    max_memory: Mebibytes = 262144
+    """The most memory that one VM can have."""
+    tb_size: Annotated[Mebibytes, Allowed("0, or at least 8")] = 0
+    """Memory for the translated code of an emulated guest (QEMU's tb-size). Code beyond it is translated again, which
+    costs CPU time. 0: no limit, which is about 60 MiB for a VM with a job."""
+    vhost_net: Literal["auto", "off"] = "auto"
+    """Whether the kernel moves the network frames of guests that run on KVM (vhost-net). auto: if the host can."""
+    huge_pages: Literal["auto", "off"] = "auto"
+    """Whether VMs get huge pages of 2 MiB for the memory that they have beside their template's. auto: if the host
+    has some."""
+    native_aio: Literal["auto", "on", "off"] = "auto"
+    """Whether disks of full clones use the kernel's asynchronous input and output (aio=native). auto: they do not."""
+    iothread: Literal["auto", "on", "off"] = "auto"
+    """Whether a thread of its own serves the disks of a VM. auto: for guests that run on KVM."""
 
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """The guests' network. A VM's address is computed from its serial number; there is no DHCP."""
+    """The network of VMs. Each address is computed from the serial number of the VM; there is no DHCP."""
 
     subnet: str = "10.213.0.0/16"
-    gateway: str = "10.213.0.1"  # this host's address on the bridge
-    first: int = 256  # the first address of a VM, counted from the address of the subnet
-    hosts: tuple[tuple[str, str], ...] = ()  # (name, address) pairs for each guest's /etc/hosts
-    # Which other VMs a VM reaches, and finds by their names: those of its "job", those of its "user", or all of the
-    # "site". Only the controller's settings count.
+    """The IPv4 network of VMs."""
+    gateway: Annotated[str, Allowed("an address in network.subnet")] = "10.213.0.1"
+    """The address of the controller's machine on the bridge. VMs send through it what is not for their own
+    network."""
+    first: Positive = 256
+    """The first address that a VM gets, counted from the address of the subnet. Smaller ones are for the site."""
+    hosts: Annotated[tuple[tuple[str, str], ...], Example('[["fileserver", "10.213.0.2"]]')] = ()
+    """Names and addresses that each VM has in its /etc/hosts."""
     reach: Reach = Reach.USER
-    # A file of hosts(5), mostly /etc/hosts of the controller's machine, in which the daemon keeps the names of VMs
-    # between two lines of its own. Empty: it keeps none, and changes no file that is not its own.
-    names: str = ""
+    """Which other VMs a VM reaches over the network, and finds by their names: those of its job, those of its user,
+    or all of the site. Only the controller's settings count."""
+    names: Annotated[str, Example('"/etc/hosts"')] = ""
+    """A file in the format of hosts(5) in which the controller keeps the names and addresses of VMs, between two
+    lines of its own. Mostly it is /etc/hosts of the controller's machine. Empty: no file is changed."""
 
 
 @dataclass(frozen=True)
 class VxlanSettings:
-    """A VXLAN between the hosts and the controller's machine, where no layer 2 connects their bridges. All of them have
-    the same settings."""
+    """A VXLAN between the hosts and the controller's machine, for sites without a layer 2 network between the hosts.
+    All machines must have the same settings."""
 
     enabled: bool = False
-    # (name, address) of hosts, of nodes that are leased, as Slurm calls them, and of the controller's machine: the
-    # address at which the others reach it, of all of them by IPv4, or of all by IPv6. Where it is not given, it is what
-    # the name service says of the name.
-    addresses: tuple[tuple[str, str], ...] = ()
-    port: Port = 14789  # UDP, to be used for nothing else on these machines
-    mtu: Mtu = 1450  # of VMs: 50 bytes less than every packet between hosts may have, or 70 with IPv6
-    network: NetworkId = 0  # the 24-bit id of the virtual network; 0: derived from the site
+    """Whether the bridges of the hosts are connected by a VXLAN."""
+    addresses: Annotated[tuple[tuple[str, str], ...], Example('[["n1", "192.0.2.11"], ["n2", "192.0.2.12"]]')] = ()
+    """Names and addresses of the machines as the others reach them: of hosts, of leased nodes by their names in
+    Slurm, and of the controller's machine; all of IPv4, or all of IPv6. A machine that is not named here has the
+    address that the name service gives."""
+    port: Port = 14789
+    """The UDP port of the VXLAN. Nothing else on these machines may use it."""
+    mtu: Mtu = 1450
+    """The largest packet of VMs. It has to be 50 bytes less than the largest packet between hosts, or 70 less with
+    IPv6."""
+    network: NetworkId = 0
+    """The number of the virtual network (VNI). 0: it is derived from the name of the site's database."""
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The default image and kind of clone, and what images have in common."""
+    """The default image and kind of clone, and what all images have in common."""
 
     default: str = "slim"
-    # A directory on a file system that the hosts share. A host copies images from it that it lacks, or that are newer.
-    source: Path | None = None
-    # Another one, in which hosts put the templates that they have built. A host of the same kind copies one from there
-    # instead of booting its own. Whoever is root on one of the hosts can then change the VMs of all.
-    templates: Path | None = None
-    kind: CloneKind = CloneKind.INSTANT  # of jobs that request none
-    guest_reserve: int = 120  # MiB of a VM's memory for its kernel and daemons
-    per_account: bool = False  # each Slurm account has templates of its own: no other one shares their memory layout
-    scratch: int = 2048  # MiB that each job may write to its VM's disk; with --tmp, at least as much as that says
-    tmp_disk: int = 12288  # the largest --tmp of a job in MiB; every image must have as much free space
+    """The image of jobs that name none."""
+    source: Annotated[Path | None, Example('"/shared/multiverse/images"')] = None
+    """A directory of images on a file system that the hosts share. Each host copies from it the images that it lacks,
+    or that are newer there. Not set: the controller copies its own images to the hosts."""
+    templates: Annotated[Path | None, Example('"/shared/multiverse/templates"')] = None
+    """A directory on a file system that the hosts share, in which they put the templates that they have built. A host
+    of the same kind copies a template from there instead of booting one. Whoever is root on one of these hosts can
+    then change the VMs of all. Not set: each host builds its own."""
+    kind: CloneKind = CloneKind.INSTANT
+    """How VMs are made for jobs that do not say it: instant (memory and disk shared with a running template until
+    they are written), linked (disk shared, boots), full (disk copied, boots) or auto (the quickest)."""
+    guest_reserve: Mebibytes = 120
+    """Memory of a VM beside what its job gets, for its kernel and daemons."""
+    per_account: bool = False
+    """Whether each Slurm account has templates of its own, so that VMs of different accounts share no memory. No warm
+    pool is possible then."""
+    scratch: Annotated[Mebibytes, Allowed("64 to image.tmp_disk")] = 2048
+    """Disk space that each job may write in its VM. A job that asks for more with --tmp gets that."""
+    tmp_disk: Mebibytes = 12288
+    """The largest --tmp of a job. Every image must have as much free space."""
 
 
 @dataclass(frozen=True)
 class PacingSettings:
-    """Timeouts, retries and rates. Times in seconds."""
+    """Timeouts, retries and rates of the controller."""
 
-    provisioning: int = 4  # VMs that are created or started at the same time
-    silence: float = 60.0  # a source that is unknown for longer: its VMs no longer count for their jobs
-    spawn_timeout: float = 60.0  # from the start of a VM until its node has registered
-    pin_timeout: float = 60.0  # from the pin until the job runs
-    reclaim_grace: float = 5.0  # for a guest to write back and unmount its file systems
-    complete_timeout: float = 120.0  # for a job to leave COMPLETING
-    retry_base: float = 2.0  # before the first retry after a failed attempt; doubled for each further one
-    retry_limit: float = 300.0  # before a retry, at most
-    replacements: int = 2  # VMs that are replaced within one attempt
-    # Clones per second from one template, or of one image on one host. 0: no limit.
-    instant_rate: Rate = 0.0
-    linked_rate: Rate = 0.0
-    full_rate: Rate = 0.0
-    attempts: int = 12  # failed attempts in a row until the job is cancelled; with the retry delays, half an hour
+    provisioning: Reloaded[Positive] = 4
+    """How many VMs are created or started at the same time."""
+    silence: Reloaded[Seconds] = 60.0
+    """The time for which a host or Slurm may give no answer. After it the VMs there no longer count for their
+    jobs."""
+    spawn_timeout: Reloaded[Seconds] = 60.0
+    """The time that a VM has from its start until its node is registered in Slurm. Then it is replaced."""
+    pin_timeout: Reloaded[Seconds] = 60.0
+    """The time that a job has until it runs, once its VMs are ready and it was sent to them."""
+    reclaim_grace: Wait = 5.0
+    """The time that a VM has after its job to write back and unmount its file systems, before it is ended."""
+    complete_timeout: Reloaded[Seconds] = 120.0
+    """The time that a job has to leave Slurm's state COMPLETING. After it, its VMs are ended anyway."""
+    retry_base: Reloaded[Wait] = 2.0
+    """The time before the first retry after a failed attempt. It is doubled for each further failure in a row."""
+    retry_limit: Reloaded[Wait] = 300.0
+    """The longest time before a retry."""
+    replacements: Reloaded[Count] = 2
+    """How many VMs that failed are replaced within one attempt to start a job."""
+    instant_rate: Reloaded[Rate] = 0.0
+    """How many instant clones are made from one template on the average. 0: no limit."""
+    linked_rate: Reloaded[Rate] = 0.0
+    """How many linked clones of one image are made on one host on the average. 0: no limit."""
+    full_rate: Reloaded[Rate] = 0.0
+    """How many full clones of one image are made on one host on the average. 0: no limit."""
+    attempts: Reloaded[Positive] = 12
+    """After how many failed attempts in a row a job is cancelled. With the default delays that takes half an hour."""
 
 
 @dataclass(frozen=True)
 class BackfillSettings:
-    """Jobs that start ahead of the first one that waits for room, because by the time limits they do not delay it."""
+    """Jobs that start ahead of the first one that waits for room, because they do not delay it by their time
+    limits."""
 
     enabled: bool = True
-    depth: Positive = 100  # jobs behind the first one that are considered at a time
-    overtakes: Natural = 20  # times that the first one may be overtaken while nobody can tell when it will start
+    """Whether later jobs may start ahead of the first one that waits for room."""
+    depth: Positive = 100
+    """How many jobs behind the first one are considered at a time."""
+    overtakes: Count = 20
+    """How many times the first job may be overtaken while nobody can tell when it will start."""
 
 
 @dataclass(frozen=True)
 class PlacementSettings:
     """On which hosts the VMs of a job are made."""
 
-    # Of jobs that name none with --constraint=place-NAME: worst-fit, best-fit, first-fit, random-fit, pack, spread,
-    # least-loaded, or one that a package of the site registers.
     policy: str = Placement.WORST_FIT.value
+    """The placement policy of jobs that name none with --constraint=place-NAME: worst-fit, best-fit, first-fit,
+    random-fit, pack, spread, least-loaded, or one that a package of the site registers."""
 
 
 @dataclass(frozen=True)
 class WebSettings:
-    """The web page. It shows everything to whoever reaches it, and changes nothing: the reverse proxy says who may."""
+    """The web page. It shows everything to whoever reaches it, and changes nothing. A reverse proxy decides who
+    may."""
 
-    # A path of a Unix socket, or an address of this machine itself with a port, such as 127.0.0.1:8642, which every
-    # user of this machine reaches. Empty: there is no web page.
-    listen: str = ""
-    group: str = ""  # the group, beside root, that may use the Unix socket: the reverse proxy's
-    viewers: Positive = 500  # at the same time, at most
+    listen: Annotated[str, Example('"/run/multiverse/web.sock"')] = ""
+    """Where the web page is served: the path of a Unix socket, or a loopback address with a port such as
+    127.0.0.1:8642, which every user of this machine reaches. Empty: there is no web page."""
+    group: Annotated[str, Example('"www-data"')] = ""
+    """The group that may use the Unix socket of `listen`: that of the reverse proxy. Empty: only root may."""
+    viewers: Positive = 500
+    """How many viewers may follow the page at the same time."""
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """A warm pool: VMs that exist before a job requests one. Their number is between `min` and `max`, by demand."""
+    """A warm pool: VMs that exist before a job asks for one. Their number follows the demand between `min` and
+    `max`."""
 
     image: str = "slim"
+    """The image of these VMs."""
     depth: Depth = Depth.PARKED
-    min: Natural = 1
-    max: Natural = 0  # 0: as many as `min`
-    cpus: Positive = 1  # of joined VMs: the size of their nodes (a parked VM can get any size)
-    memory: Positive = 512  # of joined VMs, in MiB
-    max_age: Seconds = 3600.0  # seconds until a spare is replaced by a new one
-    offer: bool = True  # of joined VMs: a job may take one as it is submitted, without waiting at the gate
+    """How far the VMs are prepared: parked (restored and paused, can get any size) or joined (idle nodes of one
+    size)."""
+    min: Count = 1
+    """How many VMs are kept ready at the least."""
+    max: Count = 0
+    """How many VMs are kept ready at the most. 0: as many as `min`."""
+    cpus: Cpus = 1
+    """CPUs of joined VMs. Parked VMs get the CPUs that their job asks for."""
+    memory: Annotated[int, Field(ge=1), Unit("MiB")] = 512
+    """Memory of joined VMs. Parked VMs get the memory that their job asks for."""
+    max_age: Seconds = 3600.0
+    """The age at which a VM that waits for a job is replaced by a new one."""
+    offer: bool = True
+    """Whether a job may take a joined VM at its submission, without waiting for the controller."""
 
 
 @dataclass(frozen=True)
 class HostClass:
-    """Hosts that are alike, by name. What is not given is as in [host] and [qemu]. Memory and disk in MiB."""
+    """Hosts that are alike, named in one table. What a class does not give is as in `[host]` and `[qemu]`."""
 
-    nodes: str  # the hosts' names, as a ClusterShell node set: n[1-32,40]
-    cores: Positive | None = None
-    memory: int | None = None
-    disk: int | None = None
-    cpu_overcommit: Factor | None = None
-    overcommit: Factor | None = None
-    floor: Natural | None = None
-    disk_overcommit: Factor | None = None
-    disk_floor: Natural | None = None
-    net: Natural | None = None
-    images: Path | None = None
-    templates: Path | None = None
-    vms: Path | None = None
-    run: Path | None = None
-    bridge: str | None = None
-    uplink: str | None = None
+    nodes: Annotated[str, Example('"n[1-32,40]"')]
+    """The names of the hosts, as a node set of ClusterShell."""
+    cores: Annotated[Cpus | None, Example("32")] = None
+    """CPUs of each of these hosts that VMs may use."""
+    memory: Annotated[Mebibytes | None, Example("131072")] = None
+    """Memory of each of these hosts that VMs may use."""
+    disk: Annotated[Mebibytes | None, Example("524288")] = None
+    """Disk space of each of these hosts that VMs may use."""
+    cpu_overcommit: Annotated[Factor | None, Example("2.0")] = None
+    """How many times `cores` all VMs of one of these hosts together may claim."""
+    overcommit: Annotated[Factor | None, Example("1.5")] = None
+    """How many times `memory` all VMs of one of these hosts together may claim."""
+    floor: Annotated[Mebibytes | None, Example("4096")] = None
+    """Memory that has to stay available on each of these hosts. It counts only if `overcommit` is above 1."""
+    disk_overcommit: Annotated[Factor | None, Example("1.5")] = None
+    """How many times `disk` all VMs of one of these hosts together may claim."""
+    disk_floor: Annotated[Mebibytes | None, Example("4096")] = None
+    """Space that has to stay free on the file system of the VMs of each of these hosts."""
+    net: Annotated[MegabitsPerSecond | None, Example("10000")] = None
+    """Bandwidth of the network of each of these hosts that VMs may claim."""
+    images: Annotated[Path | None, Example('"/scratch/multiverse/images"')] = None
+    """The directory of images on these hosts."""
+    templates: Annotated[Path | None, Example('"/dev/shm/multiverse/templates"')] = None
+    """The directory of templates on these hosts, on a file system in memory."""
+    vms: Annotated[Path | None, Example('"/scratch/multiverse/vms"')] = None
+    """The directory of VMs and their disks on these hosts."""
+    run: Annotated[Path | None, Example('"/run/multiverse/vms"')] = None
+    """The directory of the sockets of VMs on these hosts."""
+    bridge: Annotated[str | None, Example('"mvbr0"')] = None
+    """The network bridge of these hosts that connects VMs."""
+    uplink: Annotated[str | None, Example('"eth1"')] = None
+    """The network interface of these hosts that connects their bridges with those of other hosts."""
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """The agent of each host, and how the controller reaches it."""
+    """The agent, which runs the VMs of a host, and how the controller reaches it."""
 
     socket: Path = Path("/run/multiverse/agent.sock")
+    """The Unix socket of the agent on its host."""
     state_dir: Path = Path("/var/lib/multiverse/agent")
-    leases: Path = Path("/var/lib/multiverse/leases")  # on leased nodes: what leases have in the file system
-    # How `multiverse agent` is run on leased nodes.
+    """The directory in which the agent keeps what has to survive its restart."""
+    leases: Path = Path("/var/lib/multiverse/leases")
+    """The directory on leased nodes that has all files of leases."""
     program: tuple[str, ...] = ("multiverse", "agent")
-    # Seconds without any contact to the controller and to slurmctld after which the agent ends its VMs, so that their
-    # jobs may run elsewhere. 0: never. Slurm's commands must work on the host. An outage of both then ends jobs.
-    # A longer time counts once the controller has observed it.
-    self_fence: float = 0.0
-    sample: float = 1.0  # seconds between samples of what the host and its VMs use; 0: nothing is sampled
-    # Where Prometheus can read the samples: ADDRESS:PORT, or the path of a Unix socket. Empty: nowhere. Whoever reaches
-    # it reads figures and names of VMs, and can do nothing else.
-    metrics: str = ""
-    # The command that connects its input and output with the agent of a host other than the controller's own; {host} is
-    # replaced by the host's name. Users, ports, keys and jump hosts are what root's ssh_config says.
+    """The command that runs an agent on leased nodes."""
+    self_fence: Annotated[Wait, Allowed("0, or at least 60")] = 0.0
+    """The time without contact to the controller and to slurmctld after which the agent ends its VMs, so that their
+    jobs can run elsewhere. Slurm's commands must work on the host, and an outage of both then ends jobs. A longer
+    time counts once the controller has seen it. 0: never."""
+    sample: Annotated[Wait, Allowed("0, or 0.1 to 10")] = 1.0
+    """The time between two samples of what the host and its VMs use. 0: nothing is sampled."""
+    metrics: Annotated[str, Example('"10.0.0.7:9341"')] = ""
+    """Where Prometheus can read the samples: ADDRESS:PORT, or the path of a Unix socket. Whoever reaches it reads
+    figures and names of VMs, and can do nothing else. Empty: nowhere."""
     connect: tuple[str, ...] = (
         "ssh",
         "-T",
@@ -308,67 +463,92 @@ class AgentSettings:
         "agent",
         "dial-stdio",
     )
+    """The command by which the controller reaches the agent of another host, by the command's standard input and
+    output. {host} is replaced by the name of the host. Users, ports, keys and jump hosts are what root's ssh_config
+    says."""
 
 
 @dataclass(frozen=True)
 class FenceSettings:
-    """How the controller makes sure that a host is off whose jobs Slurm queues again."""
+    """How the controller makes sure that a lost host is off, so that its jobs can run elsewhere."""
 
-    # A command that switches a host off: exit status 0 means that the host is surely off. {host} is replaced by the
-    # host's name. Without one, an operator's word is waited for.
-    command: tuple[str, ...] = ()
-    after: float = 60.0  # seconds without any sign of the host
-    timeout: Seconds = 120.0  # seconds that the command may take; then it is killed, and repeated later
-    # The share of the other hosts, beside the controller's own, that must be in sight: or else it is likelier that the
-    # controller is cut off. 0: none, for a site with a single other host.
-    quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
+    command: Annotated[tuple[str, ...], Example('["/usr/local/sbin/power-off", "{host}"]')] = ()
+    """A command that switches a host off. Exit status 0 means that the host is surely off. {host} is replaced by the
+    name of the host. Empty: an operator has to say that the host is off."""
+    after: Annotated[Wait, Allowed("at least pacing.silence, if there is a command")] = 60.0
+    """The time without any sign of a host after which it is switched off."""
+    timeout: Seconds = 120.0
+    """The time that the command may take. Then it is killed, and run again later."""
+    quorum: Annotated[float, Field(ge=0, le=1), Unit("")] = 0.5
+    """The share of the other hosts that must be in sight before a host is switched off; otherwise the controller
+    itself may be cut off. 0: none, for a site with a single other host."""
 
 
 @dataclass(frozen=True)
 class LeaseSettings:
-    """Hosts that are borrowed from a partition of physical nodes while jobs wait for room, each by a pilot job. CPUs
-    and memory (MiB) are those of the pilot."""
+    """Physical nodes that are borrowed from a partition while jobs wait for room. Each is held by a job of Slurm, the
+    pilot, and serves as a host until it is given back. One table for each partition."""
 
-    partition: str  # one lease per partition: whole nodes, or parts of one size
-    account: str = ""  # that the pilots are charged to; empty: the default account of `user`
-    user: str = ""  # whose jobs the pilots are; empty: the controller's own user, mostly root
-    cpus: Natural = 0  # 0: a whole node, which no other job shares
-    memory: Natural = 0  # 0: what the partition gives to a job by default; of a whole node, all
-    time_limit: Seconds = 14400.0  # seconds; no job is placed there whose time limit exceeds what is left of it
-    max: Natural = 1  # leases at a time; 0: none is added, and those that there are end when they are idle
-    min_wait: Wait = 10.0  # seconds that a job has waited for room before a lease is requested for it
-    idle: Seconds = 120.0  # seconds without a VM until it is given back
-    start_timeout: Seconds = 120.0  # seconds from the pilot's start until its agent answers
-    # Whether jobs that Slurm cannot queue again (srun, salloc, --no-requeue) or that have no time limit may use it,
-    # though its pilot may be preempted or cancelled at any time. Set it where nothing preempts the pilots.
-    preemptable_ok: bool = False
-    # Whether fence.command may switch off a physical node on which something of a pilot may be left; {host} is the
-    # node's name. Other jobs may be on it by then. Without it, an operator's word or the node's reboot is waited for.
-    fence: bool = False
-    # The command by which the pilot becomes root, put in front of its own, where Slurm runs no job of root
-    # (DisableRootJobs=YES): ("sudo", "-n"). Not needed with `user` empty or "root".
-    become: tuple[str, ...] = ()
+    partition: Annotated[str, Example('"batch"')]
+    """The partition from which nodes are leased: whole nodes, or parts of one size."""
+    account: Annotated[str, Example('"operations"')] = ""
+    """The account that the pilots are charged to. Empty: the default account of `user`."""
+    user: Annotated[str, Example('"multiverse"')] = ""
+    """The user whose jobs the pilots are. Empty: the user of the controller, mostly root."""
+    cpus: Annotated[Count, Unit("CPUs")] = 0
+    """CPUs of a pilot. 0: a whole node, which no other job shares."""
+    memory: Mebibytes = 0
+    """Memory of a pilot. 0: what the partition gives to a job by default, and all memory of a whole node."""
+    time_limit: Reloaded[Seconds] = 14400.0
+    """The time limit of a pilot. No job is placed on a lease whose time limit exceeds what is left of it."""
+    max: Reloaded[Count] = 1
+    """How many nodes are leased at a time. 0: none is added, and leased ones are given back when they are idle."""
+    min_wait: Reloaded[Wait] = 10.0
+    """The time that a job has waited for room before a node is leased for it."""
+    idle: Reloaded[Seconds] = 120.0
+    """The time without a VM after which a leased node is given back."""
+    start_timeout: Reloaded[Seconds] = 120.0
+    """The time that a leased node has from the start of its pilot until its agent answers."""
+    preemptable_ok: Reloaded[bool] = False
+    """Whether jobs that Slurm cannot queue again (srun, salloc, --no-requeue), or that have no time limit, may use a
+    leased node, though its pilot may be preempted or cancelled at any time. Set it where nothing preempts the
+    pilots."""
+    fence: Reloaded[bool] = False
+    """Whether `fence.command` may switch off a physical node on which something of a pilot may be left. Jobs of
+    others may be on it by then. Without it, an operator's word or the reboot of the node is waited for."""
+    become: Annotated[tuple[str, ...], Example('["sudo", "-n"]')] = ()
+    """The command by which a pilot becomes root, where Slurm runs no job of root (DisableRootJobs=YES). It is put in
+    front of the pilot's own command. It is not needed if `user` is empty or root."""
 
 
 @dataclass(frozen=True)
 class OverflowSettings:
-    """A partition of physical nodes whose jobs run in VMs while it is full, without their users' doing."""
+    """A partition of physical nodes whose jobs run in VMs while it is full. Its users do nothing for that. One table
+    for each partition."""
 
-    partition: str
-    constraint: str = ""  # only jobs that ask for this feature of the physical nodes; empty: all
-    accounts: tuple[str, ...] = ()  # only jobs of these accounts; empty: of all
-    min_wait: Wait = 30.0  # seconds that a job has waited for nodes before a VM is made for it
+    partition: Annotated[str, Example('"batch"')]
+    """The partition whose waiting jobs may run in VMs."""
+    constraint: Annotated[str, Example('"anywhere"')] = ""
+    """Only jobs that ask for this feature of the physical nodes. Empty: all jobs."""
+    accounts: Annotated[tuple[str, ...], Example('["physics", "chemistry"]')] = ()
+    """Only jobs of these accounts. Empty: jobs of all accounts."""
+    min_wait: Wait = 30.0
+    """The time that a job has waited for physical nodes before a VM is made for it."""
 
 
 @dataclass(frozen=True)
 class UsersSettings:
-    """How users ask about their own jobs, without being operators."""
+    """How users who are no operators ask about their own jobs."""
 
     enabled: bool = True
-    socket: Path | None = None  # which every user of this machine may use; None: users.sock beside `socket`
-    # The IP address at which users of other machines ask, with a munge credential. Empty: they cannot.
-    listen: str = ""
+    """Whether users may ask about their own jobs."""
+    socket: Annotated[Path | None, Example('"/run/multiverse/users.sock"')] = None
+    """The Unix socket that every user of this machine may use. Not set: users.sock beside `socket`."""
+    listen: Annotated[str, Example('"10.0.0.5"')] = ""
+    """The IP address of this machine at which users of other machines ask; munge says who they are. Empty: they
+    cannot."""
     port: Port = 6821
+    """The TCP port at `listen`."""
 
 
 VXLAN_PORTS = 1024
@@ -377,74 +557,95 @@ VXLAN_PORTS = 1024
 
 @dataclass(frozen=True)
 class JobVmSettings:
-    """VMs inside the allocations of jobs, which the agent of a node provides to Slurm's plugin. Memory in MiB."""
+    """VMs inside the allocations of jobs on physical nodes. The agent of a node provides them to Slurm's plugin."""
 
     enabled: bool = False
-    # Whether the agent serves these VMs alone, and no controller. A node with such an agent can be leased, too.
+    """Whether the agent of this node provides VMs inside jobs."""
     only: bool = False
-    # Who asks for the VMs of a job: Slurm's plugin, for jobs with its options; or tasks, steps of the batch file that
-    # call multiverse-vm, for sites that may not load a plugin. The same on all nodes.
+    """Whether the agent provides VMs inside jobs alone, and serves no controller. A node with such an agent can be
+    leased, too."""
     design: Literal["plugin", "tasks"] = "plugin"
-    socket: Path = Path("/run/multiverse/jobs.sock")  # the plugin and the tasks of users connect to it
-    records: Path = Path("/run/multiverse/jobs")  # where the plugin records which jobs have a VM
+    """Who asks for the VMs of a job: plugin (Slurm's plugin, for jobs with its options) or tasks (steps of the batch
+    file that call multiverse-vm, for sites that may not load a plugin). All nodes must have the same."""
+    socket: Path = Path("/run/multiverse/jobs.sock")
+    """The Unix socket to which the plugin and the tasks of users connect."""
+    records: Path = Path("/run/multiverse/jobs")
+    """The directory in which the plugin records which jobs have a VM."""
     plugin: Path = Path("/usr/local/lib/slurm/multiverse.so")
-    enter: Path = Path("/usr/local/libexec/multiverse/mventer")  # runs a task's command in the job's VM
-    timeout: Positive = 300  # seconds that a task waits for its VM: its template may have to be built
-    # The feature of nodes that take jobs with VMs inside. The agent gives it to its node as long as the plugin passes a
-    # test there, each `check` seconds. `node` is what Slurm calls this host; empty: host.name.
+    """Where the plugin is on the nodes."""
+    enter: Path = Path("/usr/local/libexec/multiverse/mventer")
+    """The program that runs the command of a task in the VM of its job."""
+    timeout: Annotated[Positive, Unit("seconds")] = 300
+    """The time that a task waits for its VM, whose template may have to be built first."""
     feature: str = "job-vms"
-    node: str = ""
-    check: Annotated[float, Field(ge=1)] = 15.0
-    # Each job has a bridge on its hosts as long as it has VMs there, named so and by a number. No bridges of different
-    # jobs are connected, so all jobs have the same addresses. The same on each host.
-    bridge: str = "mvjobs"
-    subnet: str = "10.214.0.0/16"
-    # What makes the VMs: this host, in the control groups of the job; or a platform behind the agent of another host,
-    # which is reached by agent.connect. Its VMs have addresses in `platform_subnet`: a part of network.subnet, which is
-    # that of the platform, for the jobs of this node alone. Each job takes 64 of its addresses.
+    """The feature of nodes that take jobs with VMs inside. The agent gives it to its node as long as the plugin
+    passes a test there."""
+    node: Annotated[str, Example('"n17"')] = ""
+    """The name of this host in Slurm. Empty: the same as `host.name`."""
+    check: Annotated[float, Field(ge=1), Unit("seconds")] = 15.0
+    """The time between two tests of the plugin."""
+    bridge: Annotated[str, Allowed("a name of 1 to 11 bytes")] = "mvjobs"
+    """The beginning of the names of the bridges that jobs have on their hosts; a number follows it. Bridges of
+    different jobs are not connected. All hosts must have the same."""
+    subnet: Annotated[str, Allowed("at least 65536 addresses, none of network.subnet")] = "10.214.0.0/16"
+    """The IPv4 network of VMs inside jobs. All jobs have the same addresses, because their networks are separate."""
     platform: Literal["host", "agent"] = "host"
-    platform_host: str = ""
-    platform_subnet: str = ""
-    # UDP, the first of 1024: the nodes of a job are connected by a VXLAN with the port that its id chooses. Its MTU and
-    # the addresses of nodes are those of [vxlan].
-    port: int = 20480
-    overhead: Annotated[int, Field(ge=64)] = 192  # of a job's memory, what its VM's QEMU takes beside the guest's own
-    # Which virtual functions (SR-IOV) VMs may have: of a device, by its PCI address (0000:3b:00.0) or its network
-    # interface, or with these ids (8086:154c). Each is of one VM at a time.
-    sriov: tuple[str, ...] = ()
-    # The GRES that Slurm counts these functions by, each with File=/dev/vfio/N in gres.conf: jobs get it added, and the
-    # functions that Slurm has chosen. Empty: the agent chooses free ones.
-    sriov_gres: str = ""
-    ivshmem_size: int = 32  # of each region that the VMs of a job share (--ivshmem); a power of two, at most 256
+    """What makes the VMs: host (this machine, in the control groups of the job) or agent (the agent of another host,
+    `platform_host`)."""
+    platform_host: Annotated[str, Example('"vmhost1"')] = ""
+    """The host whose agent makes the VMs, if `platform` is agent. It is reached by `agent.connect`."""
+    platform_subnet: Annotated[str, Example('"10.213.64.0/20"')] = ""
+    """The part of `network.subnet` for VMs of this node's jobs, if `platform` is agent. No controller and no other
+    node may give these addresses to VMs. Each job takes 64 of them."""
+    port: Annotated[int, Unit(""), Allowed("1 to 64512, with none of 1024 ports equal to vxlan.port")] = 20480
+    """The first of 1024 UDP ports. The nodes of a job are connected by a VXLAN with the port that the job's number
+    chooses. MTU and addresses of nodes are those of `[vxlan]`."""
+    overhead: Annotated[int, Field(ge=64), Unit("MiB")] = 192
+    """The part of a job's memory that QEMU takes beside the memory of the guest."""
+    sriov: Annotated[tuple[str, ...], Example('["0000:3b:00.0", "ib0", "8086:154c"]')] = ()
+    """The virtual functions (SR-IOV) that VMs may have: those of a device, by its PCI address or its network
+    interface, or those with these vendor and device ids. Each function is of one VM at a time."""
+    sriov_gres: Annotated[str, Example('"vf"')] = ""
+    """The name of the GRES by which Slurm counts these functions, each with File=/dev/vfio/N in gres.conf. Jobs that
+    want functions get it added. Empty: the agent chooses free functions by itself."""
+    ivshmem_size: Annotated[Mebibytes, Allowed("a power of two, 1 to 256")] = 32
+    """The size of each region of memory that VMs of one job share (--ivshmem)."""
 
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """VMs of jobs that are saved, and resumed later."""
+    """Jobs whose VMs are saved to files, and that go on later."""
 
-    enabled: bool = False  # running jobs can be saved
-    # Where the states are: a directory that the hosts share, so that a job can be resumed on any of them, or one of a
-    # host's own.
+    enabled: bool = False
+    """Whether running jobs can be saved."""
     directory: Path = Path("/var/lib/multiverse/saved")
-    # Another directory, elsewhere, to which each state is copied once it is complete. So a job goes on on any host that
-    # reaches it, though the host that saved the job is lost, or its disk. None: states are not copied.
-    copy: Path | None = None
-    # A job that asks to be saved at its time limit (vm:save) is saved so many seconds before, unless it says when.
-    before: Annotated[float, Field(ge=60)] = 120.0
-    max_runs: Annotated[int, Field(ge=1)] = 7  # runs of a job: the last one is not saved, and ends at its time limit
-    # Seconds that a job is suspended (scontrol suspend) before its VM frees the memory of its host. Hosts need slurmd,
-    # munge and Python for that. 0: VMs of suspended jobs keep their memory.
-    sleep_after: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    checkpoint_every: Annotated[float, Field(ge=1)] = 60.0  # seconds between two checkpoints of a job at the least
-    checkpoints: Annotated[int, Field(ge=1)] = 2  # of a job (vm:checkpoint) that are kept: the newest ones
-    # MiB that the states of one user, and of all users, may take together. 0: any. Until a state is complete it counts
-    # as the memory and disk of its VM.
-    user_quota: Natural = 0
-    site_quota: Natural = 0
-    # Days after which a state is discarded whose job has not gone on; the job is held then. 0: never.
-    keep_days: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    encrypt: bool = False  # states are encrypted, with a key for each user that the controller keeps in state_dir
-    no_requeue: bool = False  # jobs that were submitted with --no-requeue can be saved, too
+    """The directory of saved VMs. If the hosts share it, a job can go on on any of them; otherwise only on the host
+    that saved it."""
+    copy: Annotated[Path | None, Example('"/shared/multiverse/saved"')] = None
+    """A second directory, on other storage, to which each saved VM is copied. A job can go on on any host that
+    reaches it, even if the host that saved it is lost. Not set: nothing is copied."""
+    before: Annotated[float, Field(ge=60), Unit("seconds")] = 120.0
+    """How long before its time limit a job is saved that asks for that (vm:save) without a time."""
+    max_runs: Reloaded[Positive] = 7
+    """How many runs a job may have. Its last run is not saved, and ends at its time limit."""
+    sleep_after: Reloaded[Annotated[float, Field(ge=0, allow_inf_nan=False), Unit("seconds")]] = 0.0
+    """The time that a job is suspended (scontrol suspend) before its VM frees the memory of its host. Hosts need
+    slurmd, munge and Python for that. 0: VMs of suspended jobs keep their memory."""
+    checkpoint_every: Reloaded[Annotated[float, Field(ge=1), Unit("seconds")]] = 60.0
+    """The shortest time between two checkpoints of a job."""
+    checkpoints: Reloaded[Positive] = 2
+    """How many checkpoints of a job (vm:checkpoint) are kept. Older ones are removed."""
+    user_quota: Reloaded[Mebibytes] = 0
+    """The space that the saved VMs of one user may take. One that is not complete yet counts as its whole memory and
+    disk. 0: no limit."""
+    site_quota: Reloaded[Mebibytes] = 0
+    """The space that the saved VMs of all users together may take. 0: no limit."""
+    keep_days: Reloaded[Days] = 30.0
+    """The time after which a saved VM is discarded whose job has not gone on. The job is held then. 0: never."""
+    encrypt: Reloaded[bool] = False
+    """Whether saved VMs are encrypted, with a key for each user that the controller keeps in `state_dir`."""
+    no_requeue: bool = False
+    """Whether jobs can be saved, too, that were submitted with --no-requeue."""
 
 
 @dataclass(frozen=True)
@@ -452,50 +653,73 @@ class MoveSettings:
     """VMs that move to other hosts while their jobs run. The agents connect to each other for that."""
 
     enabled: bool = False
-    # (name, address) of hosts in the network by which VMs move. Of others it is that in vxlan.addresses, or else what
-    # the name service says of the name.
-    addresses: tuple[tuple[str, str], ...] = ()
-    port: Port = 14790  # TCP, on each host, for other hosts
-    private: bool = False  # nobody else listens or sends in that network: nothing is encrypted
-    compress: bool = False  # memory is compressed with zstd
-    bandwidth: Natural = 0  # MiB/s that one move may take; 0: any
-    # Seconds until a move is given up, because the job writes to its memory or disk faster than that is sent.
-    timeout: Annotated[float, Field(gt=0, le=3000)] = 600.0
-    downtime: Annotated[float, Field(gt=0, le=10)] = 0.05  # seconds for which the VM may stand still, at its last step
-    at_once: Positive = 2  # moves from and to one host
+    """Whether VMs can move between hosts."""
+    addresses: Annotated[tuple[tuple[str, str], ...], Example('[["n1", "10.9.0.11"], ["n2", "10.9.0.12"]]')] = ()
+    """Names of hosts and their addresses in the network by which VMs move. A host that is not named here has its
+    address in `vxlan.addresses`, or that of the name service."""
+    port: Port = 14790
+    """The TCP port on each host at which it receives VMs."""
+    private: bool = False
+    """Whether nobody else listens or sends in the network by which VMs move. Then nothing is encrypted."""
+    compress: bool = False
+    """Whether memory is compressed (zstd) when it is sent."""
+    bandwidth: MebibytesPerSecond = 0
+    """What one move may send. 0: no limit."""
+    timeout: Annotated[float, Field(gt=0, le=3000), Unit("seconds")] = 600.0
+    """The time after which a move is given up, because the job writes to its memory or disk faster than that is
+    sent."""
+    downtime: Annotated[float, Field(gt=0, le=10), Unit("seconds")] = 0.05
+    """The time for which a VM may stand still at the end of its move."""
+    at_once: Reloaded[Positive] = 2
+    """How many VMs move from or to one host at the same time."""
 
 
 @dataclass(frozen=True)
 class RebalanceSettings:
-    """Running jobs leave their hosts: their VMs move, or are saved and go on later."""
+    """Running jobs that leave their hosts: their VMs move, or are saved and go on later."""
 
-    drains: bool = True  # off hosts that are drained with --move or --save
-    maintenance: bool = True  # off hosts that a reservation of Slurm with the flag MAINT names, before it begins
-    notice: Annotated[float, Field(ge=0, le=86400)] = 900.0  # seconds before that
-    preemption: bool = True  # for jobs that may preempt them by Slurm's own rules (PreemptType)
-    at_once: Positive = 8  # jobs of the site
-    bandwidth: Natural = 0  # MiB/s that all of them may send; 0: any
-    per_job: Annotated[int, Field(ge=1, le=10)] = 6  # evictions of one job in an hour
-    alert_after: Seconds = 600.0  # for which a limit holds evictions back until that is an alert
+    drains: Reloaded[bool] = True
+    """Whether jobs leave hosts that an operator drains with --move or --save."""
+    maintenance: Reloaded[bool] = True
+    """Whether jobs leave hosts that a reservation of Slurm with the flag MAINT names, before it begins."""
+    notice: Reloaded[Annotated[float, Field(ge=0, le=86400), Unit("seconds")]] = 900.0
+    """How long before such a reservation begins jobs leave its hosts."""
+    preemption: bool = True
+    """Whether jobs give way to others that may preempt them by Slurm's own rules (PreemptType)."""
+    at_once: Reloaded[Positive] = 8
+    """How many jobs of the site leave their hosts at the same time."""
+    bandwidth: Reloaded[MebibytesPerSecond] = 0
+    """What all jobs that leave their hosts may send together. 0: no limit."""
+    per_job: Reloaded[Annotated[int, Field(ge=1, le=10), Unit("")]] = 6
+    """How many times one job may have to leave its host in an hour."""
+    alert_after: Reloaded[Seconds] = 600.0
+    """The time for which one of these limits may hold jobs back before `multiverse status` shows an alert."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of the daemon and of the agents."""
+    """All settings of the controller and of the agents."""
 
-    include: Path | None = None  # another file of settings, which override those in this file
+    include: Annotated[Path | None, Example('"site.toml"')] = None
+    """Another file of settings, relative to this one. What it says overrides what this file says. A file that is
+    included includes no further one."""
     state_dir: Path = Path("/var/lib/multiverse")
+    """The directory of the controller's database and keys, and of what agents have found out about their hosts."""
     socket: Path = Path("/run/multiverse/api.sock")
-    poll: float = 2.0  # seconds between observations without a hint
-    # Days that records of ended jobs, VMs and templates are kept, with their journal. 0: for ever.
-    history_days: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    # A file in which all calls to Slurm and to the hypervisor are recorded; emptied at each start of the daemon.
-    trace: Path | None = None
-    scheduler: str = "slurm"  # the batch scheduler: the name of an entry point of the group multiverse.schedulers
-    # What runs VMs: names of entry points of the group multiverse.platforms.
+    """The Unix socket at which the controller answers operators."""
+    poll: Seconds = 2.0
+    """The time between two observations of Slurm and of the hosts while nothing tells of a change."""
+    history_days: Days = 30.0
+    """How long records of ended jobs, VMs and templates are kept. 0: for ever."""
+    trace: Annotated[Path | None, Example('"/var/tmp/multiverse.trace"')] = None
+    """A file in which all calls to Slurm and to the hosts are recorded, to find the cause of an error. Each start of
+    the controller empties it. Not set: nothing is recorded."""
+    scheduler: str = "slurm"
+    """The batch scheduler: the name of an entry point of the group multiverse.schedulers."""
     platforms: tuple[str, ...] = ("qemu",)
+    """What runs VMs: names of entry points of the group multiverse.platforms."""
     agent: AgentSettings = field(default_factory=AgentSettings)
-    fence: FenceSettings = field(default_factory=FenceSettings)
+    fence: Reloaded[FenceSettings] = field(default_factory=FenceSettings)
     job_vms: JobVmSettings = field(default_factory=JobVmSettings)
     host: HostSettings = field(default_factory=HostSettings)
     hosts: tuple[HostClass, ...] = ()
@@ -506,11 +730,13 @@ class Settings:
     vxlan: VxlanSettings = field(default_factory=VxlanSettings)
     image: ImageSettings = field(default_factory=ImageSettings)
     pacing: PacingSettings = field(default_factory=PacingSettings)
-    backfill: BackfillSettings = field(default_factory=BackfillSettings)
-    placement: PlacementSettings = field(default_factory=PlacementSettings)
+    backfill: Reloaded[BackfillSettings] = field(default_factory=BackfillSettings)
+    placement: Reloaded[PlacementSettings] = field(default_factory=PlacementSettings)
     web: WebSettings = field(default_factory=WebSettings)
-    mounts: tuple[Mount, ...] = ()
-    pool: tuple[PoolSettings, ...] = ()
+    mounts: Reloaded[
+        Annotated[tuple[Mount, ...], Example('source = "fileserver:/home"\ntarget = "/home"\noptions = "nosuid,nodev"')]
+    ] = ()
+    pool: Reloaded[tuple[PoolSettings, ...]] = ()
     save: SaveSettings = field(default_factory=SaveSettings)
     move: MoveSettings = field(default_factory=MoveSettings)
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
@@ -523,17 +749,106 @@ class Settings:
         return self.rebalance.preemption and (self.save.enabled or self.move.enabled)
 
 
+class Document(NamedTuple):
+    """A file of settings as it was read."""
+
+    path: Path
+    text: str
+    raw: dict[str, Any]
+
+
+def documents(path: Path) -> list[Document]:
+    """The file, and the one that it includes. Raises `Refused` if one cannot be read, or is not TOML."""
+    first = _read(path)
+    include = first.raw.get("include")
+    return [first, _read(path.parent / include)] if isinstance(include, str) else [first]
+
+
+def merged(read: Iterable[Document]) -> dict[str, Any]:
+    """The documents in one: later ones override earlier ones."""
+    return reduce(_merged, (one.raw for one in read))
+
+
 def load(path: Path) -> Settings:
     """Read settings from a TOML file and the file that it includes, as they are for this machine. Raises `Refused`,
     which names every wrong key."""
-    raw = _read(path)
-    include = raw.get("include")
-    if isinstance(include, str):
-        other = path.parent / include
-        settings = parse(_merged(raw, _read(other)), f"{path} with {other}")
-    else:
-        settings = parse(raw, str(path))
+    read = documents(path)
+    settings = parse(merged(read), " with ".join(str(one.path) for one in read))
     return on_machine(settings, socket.gethostname())
+
+
+# --- reading them again ----------------------------------------------------------------------------
+
+
+def reloaded(running: Settings, new: Settings) -> tuple[Settings, list[str]]:
+    """The running settings with the values of `new` that can be applied at run time, and the keys whose new values need
+    a restart. If the two would contradict each other together, all of them do."""
+    waiting: list[str] = []
+    applied: Settings = _applied(running, new, (), waiting)
+    if any(_contradictions(applied)):
+        return running, changed_keys(running, new)
+    return applied, waiting
+
+
+def changed_keys(before: Any, after: Any, prefix: tuple[str | int, ...] = ()) -> list[str]:
+    """The keys that differ. An array of tables that are others is named as a whole."""
+    if before == after:
+        return []
+    pairs = _pairs(before, after)
+    if not pairs:
+        return [".".join(map(str, prefix))]
+    return [key for name, old, new in pairs for key in changed_keys(old, new, (*prefix, name))]
+
+
+def _pairs(before: Any, after: Any) -> list[tuple[str | int, Any, Any]]:
+    """The values of two tables, or the tables of two arrays that stand for the same things; empty for other values."""
+    if is_dataclass(before):
+        return [(one.name, getattr(before, one.name), getattr(after, one.name)) for one in fields(before)]
+    if isinstance(before, tuple) and len(before) == len(after) and all(map(_are_of_one, before, after)):
+        return [(i, *both) for i, both in enumerate(zip(before, after, strict=True))]
+    return []
+
+
+def _are_of_one(before: Any, after: Any) -> bool:
+    """Whether two tables of an array stand for the same thing, which their first key names."""
+    if not is_dataclass(before):
+        return False
+    first = fields(before)[0].name
+    return bool(getattr(before, first) == getattr(after, first))
+
+
+def _applied(running: Any, new: Any, prefix: tuple[str | int, ...], waiting: list[str]) -> Any:
+    """What `running` becomes. Notes the keys that stay and differ."""
+    if running == new:
+        return running
+    pairs = _pairs(running, new)
+    if not pairs:
+        waiting.append(".".join(map(str, prefix)))
+        return running
+    if isinstance(running, tuple):
+        return tuple(_applied(old, value, (*prefix, i), waiting) for i, old, value in pairs)
+    hints = get_type_hints(type(running), include_extras=True)
+    values = {
+        str(name): value if has_mark(hints[str(name)], AtReload) else _applied(old, value, (*prefix, name), waiting)
+        for name, old, value in pairs
+    }
+    return replace(running, **values)
+
+
+def marks_of(hint: Any) -> Iterator[Any]:
+    """What annotations say of a type, and of the type that may also be None."""
+    if get_origin(hint) is Annotated:
+        inner, *marks = get_args(hint)
+        yield from marks_of(inner)
+        for mark in marks:
+            yield from mark.metadata if isinstance(mark, FieldInfo) else (mark,)
+    elif NoneType in get_args(hint):
+        for one in get_args(hint):
+            yield from marks_of(one)
+
+
+def has_mark(hint: Any, mark: type) -> bool:
+    return any(isinstance(one, mark) for one in marks_of(hint))
 
 
 # --- hosts -----------------------------------------------------------------------------------------
@@ -643,50 +958,170 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **above, **both}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Document:
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        return Document(path, text, tomllib.loads(text))
     except OSError as error:
-        raise Refused(f"cannot read {path}: {error.strerror}", hint="give the file with --config") from error
+        hint = f"give the file with --config, or write it: multiverse config example > {path}"
+        raise Refused(f"cannot read {path}: {error.strerror}", hint=hint) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Refused(f"{path} is not TOML: {error}", hint="correct that line") from error
 
 
+class Mistake(NamedTuple):
+    """What is wrong with a key. The key is a path: names of tables and keys, and indexes of arrays."""
+
+    key: tuple[str | int, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.key))}: {self.message}"
+
+
 def parse(raw: dict[str, Any], origin: str) -> Settings:
     """Settings from a parsed document, which error messages call `origin`. Raises `Refused`."""
-    problems = list(_unknown_keys(Settings, raw, ""))
-    if not problems:
-        try:
-            settings = TypeAdapter(Settings).validate_python(raw)
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
-        else:
-            problems = list(_contradictions(settings))
-            if not problems:
-                return settings
-    raise Refused(f"{origin}: " + "; ".join(problems), hint="correct these keys and start again")
+    settings, found = examined(raw)
+    if settings is not None and not found:
+        return settings
+    raise Refused(
+        f"{origin}: " + "; ".join(map(str, found)),
+        hint="correct these keys and start again; `multiverse config check` shows the line of each",
+    )
 
 
-def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
+def examined(raw: dict[str, Any]) -> tuple[Settings | None, list[Mistake]]:
+    """The settings in a parsed document, and all mistakes in it. None if a value is wrong. Contradictions between keys
+    are found among the values that are right by themselves."""
+    found = [Mistake(key, message) for key, message in _unknown_keys(Settings, raw, ())]
+    known = _without(raw, [one.key for one in found])
+    adapter = _adapter()
+    try:
+        settings = adapter.validate_python(known)
+    except ValidationError as error:
+        wrong = [Mistake(each["loc"], _said(each["loc"], each)) for each in error.errors()]
+        rest = adapter.validate_python(_without(known, [_replaceable(one.key) for one in wrong]))
+        names = {".".join(map(str, _replaceable(one.key))) for one in wrong}
+        others = [one for one in _contradictions(rest) if not any(name in one for name in names)]
+        return None, found + wrong + list(map(_as_mistake, others))
+    return settings, found + list(map(_as_mistake, _contradictions(settings)))
+
+
+@cache
+def _adapter() -> TypeAdapter[Settings]:
+    return TypeAdapter(Settings)
+
+
+_MESSAGES = {
+    "missing": "must be given",
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    "string": "must be text in quotes",
+    "path": "must be a path in quotes",
+    "tuple": "must be an array",
+    "dataclass": "must be a table",
+}
+"""By the first word of Pydantic's types of errors."""
+
+_WORDS = {
+    "Input should be": "must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+}
+"""For what is in its other messages, in the order of replacement."""
+
+
+def _said(key: tuple[str | int, ...], error: ErrorDetails) -> str:
+    """An error of Pydantic in the words of a file of settings."""
+    kind, given, message = error["type"], error["input"], error["msg"]
+    if kind.startswith("tuple") and isinstance(given, dict):
+        return f"must be an array of tables: begin each with [[{'.'.join(map(str, key))}]]"
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    said = _MESSAGES.get(kind.partition("_")[0], message)
+    return said if isinstance(given, dict | list) else f"{said}, not {toml_value(given)}"
+
+
+def toml_value(value: object) -> str:
+    """A value as a file of settings has it."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return str(value)
+        case tuple() | list():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case dict():
+            return f"{{ {', '.join(f'{key} = {toml_value(one)}' for key, one in value.items())} }}"
+    return json.dumps(str(value), ensure_ascii=False)
+
+
+def _as_mistake(contradiction: str) -> Mistake:
+    key, _, message = contradiction.partition(": ")
+    return Mistake(tuple(int(word) if word.isdecimal() else word for word in key.split(".")), message)
+
+
+def _replaceable(key: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """What can be left out of a document, for a default, if this is wrong: a key of a table, or a whole array."""
+    return key[: next((i for i, word in enumerate(key) if isinstance(word, int)), len(key))]
+
+
+def _without(raw: dict[str, Any], keys: Iterable[tuple[str | int, ...]]) -> dict[str, Any]:
+    """A document without the values at these paths; itself, if there are none."""
+    keys = list(keys)
+    if not keys:
+        return raw
+    copied = deepcopy(raw)
+    for *outer, last in keys:
+        table: Any = copied
+        for word in outer:  # an index, or a key that was found there before
+            table = table[word]
+        table.pop(last, None)
+    return copied
+
+
+def _unknown_keys(
+    cls: type, raw: dict[str, Any], prefix: tuple[str | int, ...]
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Each key that `cls` does not have, also in nested tables, with the most similar key."""
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]
     for key, value in raw.items():
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            yield f"{prefix}{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
+            yield (*prefix, key), f"no such key{_suggestion(key, names)}"
         else:
-            for inner, table, path in _tables(hints[key], value, key):
-                yield from _unknown_keys(inner, table, f"{prefix}{path}.")
+            for inner, table, path in _tables(hints[key], value, (*prefix, key)):
+                yield from _unknown_keys(inner, table, path)
 
 
-def _tables(hint: Any, value: Any, path: str) -> Iterator[tuple[type, dict[str, Any], str]]:
+def _suggestion(key: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, names, n=1)
+    if near:
+        return f", did you mean {near[0]}?"
+    classes = {name: table_class(hint) for name, hint in get_type_hints(Settings).items()}
+    tables = [f"[{name}]" for name, cls in classes.items() if cls and key in {f.name for f in fields(cls)}]
+    return f"; it is a key of {' and '.join(tables)}" if tables else ""
+
+
+def table_class(hint: Any) -> Any:
+    """The class of a table, or of the tables in an array; None for other values."""
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    return hint if isinstance(hint, type) and is_dataclass(hint) else None
+
+
+def _tables(
+    hint: Any, value: Any, path: tuple[str | int, ...]
+) -> Iterator[tuple[type, dict[str, Any], tuple[str | int, ...]]]:
     """The tables in a value, which may be a table or an array of tables, each with its class and its path."""
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         yield hint, value, path
     elif get_origin(hint) is tuple and isinstance(value, list):
         for i, item in enumerate(value):
-            yield from _tables(get_args(hint)[0], item, f"{path}.{i}")
+            yield from _tables(get_args(hint)[0], item, (*path, i))
 
 
 def _contradictions(s: Settings) -> Iterator[str]:

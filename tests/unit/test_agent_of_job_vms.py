@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from multiverse import config
 from multiverse.config import AgentSettings, JobVmSettings, QemuSettings, Settings
@@ -22,13 +23,14 @@ from multiverse.system.locks import is_locked
 
 async def test_it_is_no_agent_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Settings] = []
+    applied: list[Settings] = []
     began = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
+    async def serve_jobs(settings: Settings) -> AsyncIterator[Callable[[Settings], None]]:
         served.append(settings)
         began.set()
-        yield
+        yield applied.append
 
     monkeypatch.setattr(agent, "serve_jobs", serve_jobs)
     monkeypatch.setattr(QemuHypervisor, "check", lambda self: None)
@@ -37,13 +39,20 @@ async def test_it_is_no_agent_of_a_host(tmp_path: Path, monkeypatch: pytest.Monk
         qemu=QemuSettings(uids=(5000, 1700), vms=tmp_path / "vms", run=tmp_path / "run", templates=tmp_path / "t"),
         job_vms=JobVmSettings(enabled=True, only=True),
     )
-    serving = asyncio.create_task(agent.serve(settings))
+    (tmp_path / "m.toml").write_text('poll = 1.0\n[[mounts]]\nsource = "a:/b"\ntarget = "/b"\n')
+    serving = asyncio.create_task(agent.serve(settings, tmp_path / "m.toml"))
     await asyncio.wait_for(began.wait(), 30)
     assert not is_locked(tmp_path / "agent" / "lock"), "a pilot refuses a node on which it is held"
     assert is_locked(tmp_path / "agent" / "jobs.lock") and not settings.agent.socket.exists()
     assert served[0].qemu.uids == share_of((5000, 1700), NODE_SHARE) == (6600, 100)
     with pytest.raises(Refused, match="another agent"):
         await agent.serve(settings)
+    with capture_logs() as logs:
+        os.kill(os.getpid(), signal.SIGHUP)
+        while not any("restart" in line["event"] for line in logs):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert logs[1]["applied"] == "mounts" and "poll" in logs[2]["keys"], "and it goes on"
+    assert [one.mounts[0].target for one in applied] == ["/b"]
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(serving, 30)
     assert not is_locked(tmp_path / "agent" / "jobs.lock")

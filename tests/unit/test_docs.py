@@ -27,6 +27,11 @@ def test_what_is_generated_from_the_commands_and_the_api_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_is_generated_from_the_settings_is_current() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts/settings", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_each_module_with_slow_tests_belongs_to_one_group_which_the_page_shows() -> None:
     code = {"__name__": "slow", "__file__": str(ROOT / "scripts/slow")}
     exec(compile((ROOT / "scripts/slow").read_text(), "scripts/slow", "exec"), code)
@@ -46,6 +51,13 @@ def test_every_manual_page_can_be_formatted() -> None:
         assert text.startswith(".TH ") and ".SH NAME" in text and '.SH "EXIT STATUS"' in text
         requests = {line.split()[0] for line in text.splitlines() if line.startswith(".")}
         assert requests <= {".TH", ".SH", ".TP", ".nf", ".fi"}, page.name
+
+
+def test_the_manual_page_of_the_settings_has_every_table_and_can_be_formatted() -> None:
+    text = (ROOT / "docs/man5/multiverse.toml.5").read_text()
+    assert text.startswith('.TH "MULTIVERSE.TOML" "5"') and '.SH "[host]"' in text and '.SH "[[hosts]]"' in text
+    requests = {line.split()[0] for line in text.splitlines() if line.startswith(".")}
+    assert requests <= {".TH", ".SH", ".TP", ".PP", ".br", ".nf", ".fi", ".nh", ".ad"}
 
 
 def test_each_row_of_the_page_of_options_has_a_test() -> None:

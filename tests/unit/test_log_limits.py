@@ -94,7 +94,7 @@ def test_what_is_remembered_is_bounded(objects: int) -> None:
 def test_the_daemon_logs_through_the_limiter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def serve(settings: object) -> None:
+    async def serve(settings: object, file: object) -> None:
         for _ in range(3):
             structlog.get_logger().warning("daemon ended in guest", vm="mv-1", reason="exit code 1")
 

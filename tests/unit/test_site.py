@@ -268,6 +268,13 @@ def test_the_daemon_starts_after_the_agent_and_slurm(settings: Settings) -> None
     assert rendering.AGENT_SERVICE in unit["Unit"]["Wants"]
 
 
+@pytest.mark.parametrize("name", [rendering.SERVICE, rendering.AGENT_SERVICE])
+def test_a_reload_checks_the_settings_before_they_are_read_again(settings: Settings, name: str) -> None:
+    lines = [line for line in contents(settings)[name].splitlines() if line.startswith("ExecReload=")]
+    check = f"ExecReload={rendering.program()} config check {CONFIG}"
+    assert lines == [check, "ExecReload=/bin/kill -HUP $MAINPID"], "systemd runs them in order, until one fails"
+
+
 def test_the_agents_unit_lets_vms_outlive_the_agent(settings: Settings) -> None:
     service = unit_of(settings, rendering.AGENT_SERVICE)["Service"]
     assert service["ExecStart"] == f"{rendering.program()} agent --config {CONFIG}"

@@ -19,8 +19,8 @@ DONE, NOT_DONE, USAGE, NO_ANSWER, SUPERSEDED, INTERRUPTED, CLOSED = 0, 1, 2, 3, 
 EXIT_CODES = {
     DONE: "It was done, and nothing is wrong.",
     NOT_DONE: (
-        "It was refused or has failed, or what was asked for does not exist; for status, site check, doctor and"
-        " audit: something is wrong that can be remedied."
+        "It was refused or has failed, or what was asked for does not exist; for status, site check, config"
+        " check, doctor and audit: something is wrong that can be remedied."
     ),
     USAGE: "The command line is wrong.",
     NO_ANSWER: "The daemon could not be asked, or has not answered: it does not run, or may not be used.",
@@ -54,6 +54,7 @@ COMMANDS = {
     "image": "images",
     "daemon": "daemon",
     "agent": "daemon",
+    "config": "settings",
     "site": "site",
     "doctor": "site",
     "completion": "commands",

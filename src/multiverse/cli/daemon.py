@@ -15,18 +15,21 @@ import typer
 
 from multiverse.cli.arguments import DEFAULT_CONFIG, Config
 from multiverse.config import load
+from multiverse.system.interrupts import hold_reloads
 from multiverse.system.logs import LossyStream, RepeatLimiter
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
 
 
 def daemon(config: Config = DEFAULT_CONFIG, verbose: Verbose = False) -> None:
-    """Run the controller in the foreground. SIGTERM ends it and leaves VMs and jobs as they are."""
+    """Run the controller in the foreground. SIGTERM ends it and leaves VMs and jobs as they are. After SIGHUP it reads
+    the settings again."""
+    hold_reloads()
     settings = load(config)
     configure_log(verbose=verbose)
     from multiverse.service.daemon import serve  # imported late: it loads slowly, and only this command needs it
 
-    asyncio.run(serve(settings))
+    asyncio.run(serve(settings, config))
 
 
 def configure_log(*, verbose: bool) -> None:
@@ -52,15 +55,17 @@ agent_app = typer.Typer(help="The agent of this host, which runs its VMs.", invo
 
 @agent_app.callback()
 def agent(context: typer.Context, config: Config = DEFAULT_CONFIG, verbose: Verbose = False) -> None:
-    """Run the agent of this host in the foreground. SIGTERM ends it and leaves VMs as they are."""
+    """Run the agent of this host in the foreground. SIGTERM ends it and leaves VMs as they are. After SIGHUP it reads
+    the settings again."""
     if context.invoked_subcommand is not None:
         context.obj = config
         return
+    hold_reloads()
     settings = load(config)
     configure_log(verbose=verbose)
     from multiverse.service.agent import serve  # imported late: it loads slowly, and only this command needs it
 
-    asyncio.run(serve(settings))
+    asyncio.run(serve(settings, config))
 
 
 @agent_app.command("dial-stdio")

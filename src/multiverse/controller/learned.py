@@ -35,7 +35,7 @@ class ForecastRecorder:
     """Remembers, from the moves that were committed, what a `Forecast` is made of. A restart begins it anew."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._arrivals: dict[str, tuple[float, float]] = {}  # by image: how many, faded, and when that was
         self._claimed: dict[int, float] = {}  # VMs being made: since when
         self._seconds: dict[tuple[str, CloneKind], float] = {}
@@ -50,7 +50,7 @@ class ForecastRecorder:
             for change in move.changes:
                 if isinstance(change.row, Attempt) and change.event in (Event.ADMITTED, Event.TOOK):
                     # Not when it came: it may be held, or wait for others of its array.
-                    image, nodes = image_of(change.row, self._policy), change.row.request.nodes
+                    image, nodes = image_of(change.row, self.policy), change.row.request.nodes
                     self._arrivals[image] = (self._faded(image, now) + nodes, now)
                 elif isinstance(change.row, Vm):
                     self._note_vm(change.row, change.event, now)
@@ -72,14 +72,14 @@ class ForecastRecorder:
         unused = event is Event.RELEASED and lease.ends is not None and not lease.used
         if soon or (lease.state is LeaseState.RELEASING and (event is Event.FAILED or unused)):
             tries = self._useless.get(partition, (0, 0.0))[0] + 1
-            self._useless[partition] = (tries, now + LEASE_REST * self._policy.backoff(tries))
+            self._useless[partition] = (tries, now + LEASE_REST * self.policy.backoff(tries))
 
     def _note_vm(self, vm: Vm, event: Event, now: float) -> None:
         if event is Event.PLANNED:
             self._claimed[vm.id] = now
             key = (vm.host, vm.image, vm.kind)
-            if self._policy.interval(vm.kind):
-                self._paced[key] = paid(key, self._paced, now, self._policy)
+            if self.policy.interval(vm.kind):
+                self._paced[key] = paid(key, self._paced, now, self.policy)
         elif event is Event.TAKEN or vm.leaving or vm.state in (VmState.LOST, VmState.RETIRING, VmState.DEAD):
             self._claimed.pop(vm.id, None)  # how long it took tells nothing of the others
         elif event is Event.REGISTERED and (began := self._claimed.pop(vm.id, None)) is not None:
@@ -104,7 +104,7 @@ class ForecastRecorder:
         unfit = event in (Event.RELEASED, Event.RETIRED) and bool(vm.fault) and since is not None and not lived
         if event in (Event.FAILED, Event.DIED) or unfit:
             tries = 1 if lived else self._failed.get(vm.image, (0, 0.0))[0] + 1
-            self._failed[vm.image] = (tries, now + self._policy.backoff(tries))
+            self._failed[vm.image] = (tries, now + self.policy.backoff(tries))
 
     def _faded(self, image: str, now: float) -> float:
         count, at = self._arrivals.get(image, (0.0, now))
@@ -126,7 +126,7 @@ class ForecastRecorder:
 
     def next_due(self, now: float) -> float:
         """When the pace next lets something be made that may be waited for; infinity if nothing is paced."""
-        waits = [until - max(0.0, 1.0 - self._policy.interval(key[2])) for key, until in self._paced.items()]
+        waits = [until - max(0.0, 1.0 - self.policy.interval(key[2])) for key, until in self._paced.items()]
         waits += [until for _, until in (*self._failed.values(), *self._useless.values())]
         return min((at for at in waits if at > now), default=math.inf)
 

@@ -89,7 +89,7 @@ class OrphanConfirmation:
     """Confirms orphans by a second observation: a single one destroys nothing."""
 
     def __init__(self, state: State, policy: Policy) -> None:
-        self._state, self._policy = state, policy
+        self._state, self.policy = state, policy
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
         self._pilots: dict[tuple[str, str], float] = {}  # pilots that no lease explains: name and id, and the same
         self._states: dict[tuple[str, str], float] = {}  # saved VMs that no row explains: name and source, and the same
@@ -119,7 +119,7 @@ class OrphanConfirmation:
 
     def _confirmed_states(self, world: World) -> list[SavedRef]:
         confirmed, first = [], {}
-        for name, source in unexplained_states(self._state, world, self._policy):
+        for name, source in unexplained_states(self._state, world, self.policy):
             latest = world.latest(source)
             began = latest.began if latest is not None else -inf
             first[name, source] = self._states.get((name, source), began)
@@ -225,6 +225,18 @@ class Controller:
     def place_by(self, placements: Mapping[str, Callable[..., Sequence[str]]]) -> None:
         """Place VMs by these policies of the site, too, where they are named."""
         self.policy = replace(self.policy, placements=placements)
+
+    def decide_by(self, settings: Settings) -> None:
+        """Decide by these settings from the next pass on. They differ from the present ones in keys alone that reload
+        applies (`config.reloaded`). What was decided stays."""
+        self._settings = settings
+        self.policy = replace(policy_of(settings), placements=self.policy.placements)
+        self._forecast.policy = self._orphans.policy = self.policy
+        self._around.encrypts, self._around.mounts = settings.save.encrypt, settings.mounts
+        if self._limits is not None:
+            self._limits = self._job_limits()
+        self.state.look_again()
+        self._wake.set()
 
     def watch(self, watcher: Watcher) -> None:
         self._watchers.append(watcher)

@@ -302,6 +302,15 @@ class State(LiveRows):
             self.queue.put(attempt)
             self._mark(attempt)
 
+    def look_again(self) -> None:
+        """Look at all rows in the next pass, because other settings may decide otherwise than was concluded."""
+        self.looked, self.looked_for_room = (-1, -1, 0.0), (None, 0.0)
+        self.queue.check_all()
+        self.dirty.attempts.update(self.attempts)
+        self.dirty.vms.update(self.vms)
+        self.dirty.templates.update(self.templates)
+        self.dirty.saved.update(self.saved)
+
     def mark_vm(self, name: str) -> None:
         id_ = self.vm_named.get(name)
         if id_ is not None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -34,6 +35,7 @@ from multiverse.pilot.run import END_VMS
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
 from multiverse.service.metrics import scraped
+from multiverse.service.reload import SettingsReload
 from multiverse.service.startup import ProcessCounter, bind, locked, stop_signal
 from multiverse.system.processes import boot_id
 
@@ -226,7 +228,13 @@ async def _serve_until_ending(
     stop.set()
 
 
-async def _serve_jobs_alone(settings: Settings) -> None:
+async def _serve_jobs_too(stack: contextlib.AsyncExitStack, settings: Settings, reload: SettingsReload | None) -> None:
+    apply = await stack.enter_async_context(serve_jobs(settings))
+    if reload is not None:
+        reload.apply = apply
+
+
+async def _serve_jobs_alone(settings: Settings, reload: SettingsReload | None) -> None:
     """Serve VMs inside jobs, and no controller. The lock of a host's agent stays free, because pilots refuse a node
     where it is held. Both share only users of QEMUs: these are of a part that no lease has."""
     settings = replace(settings, qemu=replace(settings.qemu, uids=share_of(settings.qemu.uids, NODE_SHARE)))
@@ -237,20 +245,37 @@ async def _serve_jobs_alone(settings: Settings) -> None:
         if settings.agent.metrics:
             await stack.enter_async_context(_sampling(settings))
         stop = stop_signal()
-        await stack.enter_async_context(serve_jobs(settings))
+        await _serve_jobs_too(stack, settings, reload)
         log.info("agent of VMs inside jobs started", socket=str(settings.job_vms.socket), pid=os.getpid())
         await stop.wait()
     log.info("agent stopped")
 
 
-async def serve(settings: Settings, *, leased: bool = False, vxlan: VxlanConfig | None = None) -> None:
-    """Run until SIGTERM or SIGINT. VMs stay; the next agent finds them. With `leased`, a lease's pilot runs this agent,
-    and tells it when the lease ends; `vxlan` is that of its node."""
+async def serve(
+    settings: Settings, file: Path | None = None, *, leased: bool = False, vxlan: VxlanConfig | None = None
+) -> None:
+    """Run until SIGTERM or SIGINT. VMs stay; the next agent finds them. At each SIGHUP the settings are read again from
+    `file`. With `leased`, a lease's pilot runs this agent, and tells it when the lease ends; `vxlan` is that of its
+    node."""
+    if file is None:
+        await _serve(settings, leased=leased, vxlan=vxlan)
+        return
+    reload = SettingsReload(file, settings)
+    reading = asyncio.create_task(reload.run(), name="settings")
+    try:
+        await _serve(settings, reload, leased=leased, vxlan=vxlan)
+    finally:
+        reading.cancel()
+
+
+async def _serve(
+    settings: Settings, reload: SettingsReload | None = None, *, leased: bool, vxlan: VxlanConfig | None
+) -> None:
     if leased:  # leases of one node would have the same port
         settings = replace(settings, move=replace(settings.move, enabled=False))
     _make_directories(settings)
     if settings.job_vms.only:
-        await _serve_jobs_alone(settings)
+        await _serve_jobs_alone(settings, reload)
         return
     state = settings.agent.state_dir
     async with contextlib.AsyncExitStack() as stack:
@@ -273,7 +298,7 @@ async def serve(settings: Settings, *, leased: bool = False, vxlan: VxlanConfig 
         listening = await asyncio.start_unix_server(server.serve, sock=sock, limit=LONGEST_LINE)
         log.info("agent started", host=who.host, socket=str(settings.agent.socket), pid=os.getpid())
         if settings.job_vms.enabled:
-            await stack.enter_async_context(serve_jobs(settings))
+            await _serve_jobs_too(stack, settings, reload)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(fence.run(), name="self-fencing") if fence else None
             pilot = group.create_task(_serve_until_ending(settings, server, hypervisors, stop)) if leased else None

@@ -163,6 +163,18 @@ PLACEMENT = Wrong(
     "the placement policy {policy} was not followed: {reason}",
     "correct the package that registers it, and restart the daemon; until then worst-fit places its jobs' VMs",
 )  # fmt: skip
+SETTINGS_WRONG = Wrong(
+    "settings", "warning", "settings",
+    "the settings were not read again, because of mistakes: {reason}",
+    "correct them (multiverse config check), and reload: systemctl reload multiverse; until then the earlier "
+    "settings count",
+)  # fmt: skip
+SETTINGS_WAIT = Wrong(
+    "settings", "warning", "settings-restart",
+    "settings changed that need a restart: {keys:list}",
+    "restart the controller, and the agents if they use these keys: systemctl restart multiverse; VMs and jobs stay "
+    "as they are",
+)  # fmt: skip
 EFFECT = Wrong(
     "effect", "warning", "{name}",
     "{effect} of {subject} failed {failures} times in a row: {reason}",
@@ -226,6 +238,12 @@ def unknown_user(failure: LookupFailure, rows: Rows, now: float) -> Alert:
     owners = (row for _, row in sorted(rows.attempts.items()) if row.uid == failure.uid)
     jobs = tuple(dict.fromkeys(row.job.job_id for row in owners))
     return UNKNOWN_USER(jobs=jobs, uid=failure.uid, seconds=now - failure.since, reason=failure.reason)
+
+
+def of_reload(mistakes: str, waiting: Sequence[str]) -> list[Alert]:
+    """What became of settings that were read again: mistakes in the file, and keys that wait for a restart."""
+    wrong = [SETTINGS_WRONG(reason=mistakes)] if mistakes else []
+    return [*wrong, *([SETTINGS_WAIT(keys=list(waiting))] if waiting else [])]
 
 
 def failing_effect(failure: Failure, now: float) -> Alert:

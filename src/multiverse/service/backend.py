@@ -36,6 +36,7 @@ from multiverse.service import alerts, convert, metrics
 from multiverse.service.convert import ShownJob, size_view
 from multiverse.service.explanations import OPERATOR, Explanations, Viewer
 from multiverse.service.hosts import Troubles, eviction_view, host_views, lease_views, saved_view, without_noise
+from multiverse.service.reload import SettingsReload
 from multiverse.service.startup import Processes
 from multiverse.service.statistics import Statistics
 from multiverse.store import Pruning, Store
@@ -156,6 +157,7 @@ class Backend:
     words: SchedulerWords = UNKNOWN_WORDS
     utilization: UtilizationReader | None = None  # None where nothing is recorded
     statistics: Statistics = field(default_factory=Statistics)
+    reload: SettingsReload | None = None  # None where the settings are of no file
 
     def _rows(self) -> Rows:
         return self.controller.state.rows()
@@ -207,6 +209,7 @@ class Backend:
             *(alerts.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
             *(alerts.ORPHAN(name=name) for name in controller.orphans()),
             *(api.Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
+            *(alerts.of_reload(self.reload.mistakes, self.reload.waiting) if self.reload else ()),
             *self.permanent,
         ]
         return [replace(one, command=alerts.command_of(one)) for one in found]

@@ -35,6 +35,7 @@ from multiverse.service import startup
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend, UtilizationReader
 from multiverse.service.publisher import Publisher
+from multiverse.service.reload import SettingsReload
 from multiverse.service.statistics import MoveLog, Statistics
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users
 from multiverse.service.web import make_web
@@ -76,8 +77,10 @@ def _restrict_access(settings: Settings) -> None:
         ) from error
 
 
-async def serve(settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
+async def serve(settings: Settings, file: Path | None = None) -> None:
+    """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them. The settings
+    are read again from `file` at each SIGHUP."""
+    reload = SettingsReload(file, settings) if file is not None else None
     _restrict_access(settings)
     placements.check(settings.placement.policy)
     bundles = platform_bundles(settings)
@@ -93,6 +96,8 @@ async def serve(settings: Settings) -> None:
         controller = Controller(store, *_traced(system, platform, settings, clock, stack), clock, settings)
         controller.fence_by(FenceCommand(settings.fence))
         controller.place_by(placements.load())
+        if reload is not None:
+            reload.apply = partial(_apply, controller)
         work = await platform.follow(controller)
         sock = startup.bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
@@ -118,6 +123,7 @@ async def serve(settings: Settings) -> None:
             system.words,
             _utilization(platform, system, store, controller, clock),
             statistics,
+            reload,
         )
         for notice in notices:
             event = "setting of Slurm has no effect on VMs" if notice.kind == "unserved" else "VMs of another site"
@@ -127,6 +133,13 @@ async def serve(settings: Settings) -> None:
         work = [*work, *system.work(partial(_tell, controller)), *_own_work(settings, backend, system, users)]
         await _run(settings, backend, work, (sock, web))
     log.info("daemon stopped")
+
+
+def _apply(controller: Controller, settings: Settings) -> None:
+    """Use settings that were read again. Raises `Refused`, and has changed nothing then."""
+    placements.check(settings.placement.policy)
+    controller.decide_by(settings)
+    controller.fence_by(FenceCommand(settings.fence))
 
 
 def _tell(controller: Controller, *, submitted: bool, uid: int | None, job_id: str) -> None:
@@ -206,6 +219,8 @@ def _own_work(
 ) -> Iterator[DaemonTask]:
     yield DaemonTask("controller", backend.controller.run)
     yield DaemonTask("pruning", partial(prune_regularly, backend.store, backend.clock, settings.history_days))
+    if backend.reload is not None:
+        yield DaemonTask("settings", backend.reload.run)
     if backend.utilization is not None:
         yield DaemonTask("use of jobs", backend.utilization.jobs.run)
         yield DaemonTask("utilization", backend.utilization.recorder.run)

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from random import Random
 from typing import TypeVar
@@ -54,8 +55,9 @@ _AGAIN = 10.0  # seconds until a failure is tried again
 
 
 @asynccontextmanager
-async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
-    """Serve the plugin and the tasks of users. Raises `Refused` if users cannot reach the socket."""
+async def serve_jobs(settings: Settings) -> AsyncIterator[Callable[[Settings], None]]:
+    """Serve the plugin and the tasks of users. Gives what takes settings that are read again. Raises `Refused` if users
+    cannot reach the socket."""
     path, records = settings.job_vms.socket, settings.job_vms.records
     for directory in (path.parent, records):
         if not directory.exists():
@@ -76,7 +78,7 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
             listening = await asyncio.start_unix_server(service.serve, sock=sock, limit=LONGEST_REQUEST)
             running = [asyncio.create_task(each) for each in _attended(settings, host, service)]
             try:
-                yield
+                yield partial(_apply, host)
             finally:
                 for each in running:
                     each.cancel()
@@ -85,6 +87,10 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
         finally:
             path.unlink(missing_ok=True)
             await service.close()
+
+
+def _apply(host: QemuJobVms | PlatformJobVms, settings: Settings) -> None:
+    host.mounts = settings.mounts
 
 
 @asynccontextmanager
@@ -241,6 +247,7 @@ class PlatformJobVms:
         self, settings: Settings, site: str, platform: AgentHypervisor, loop: asyncio.AbstractEventLoop
     ) -> None:
         self._settings, self._site, self._platform, self._loop = settings, site, platform, loop
+        self.mounts = settings.mounts  # of VMs that are made from here on
         self._host = settings.job_vms.platform_host
         self._addresses = ipaddress.IPv4Network(settings.job_vms.platform_subnet)
 
@@ -399,7 +406,7 @@ class PlatformJobVms:
             gateway=network.gateway,
             machine_id=machine_id(f"{spec.name} {spec.token}"),
             users=(user,),
-            mounts=self._settings.mounts,
+            mounts=self.mounts,
             peers=(*network.hosts, *((self._name(one), self._address(one)) for one in others)),
             tasks=TaskAccess(guest_name(vm.job, vm.rank), network.hosts, known, vm.nodes, vm.task_token, commands),
         )

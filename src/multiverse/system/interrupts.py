@@ -150,3 +150,19 @@ def called_every(seconds: float, call: Callable[[], object], name: str) -> Itera
     finally:
         over.set()
         thread.join()
+
+
+# --- SIGHUP of a daemon ------------------------------------------------------------------------------
+
+
+def hold_reloads() -> None:
+    """Keep a SIGHUP that comes before `reload_signal` is called: the settings are read only then."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+
+
+def reload_signal() -> asyncio.Event:
+    """Set as soon as SIGHUP comes, or has come since `hold_reloads`. Belongs to the running event loop."""
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    return asked

@@ -12,6 +12,7 @@ from functools import partial
 from random import Random
 
 from multiverse.agent.hypervisor import AgentSource
+from multiverse.config import Settings, reloaded
 from multiverse.controller.loop import Controller
 from multiverse.core.changes import orphans
 from multiverse.core.errors import Exhausted, Refused
@@ -203,6 +204,7 @@ class _Simulation:
         self = cls(scenario)
         tasks = [asyncio.create_task(self._submit(arrival)) for arrival in scenario.arrivals]
         tasks += [asyncio.create_task(self._apply_in_time(incident)) for incident in scenario.incidents]
+        tasks += [asyncio.create_task(self._reload_at(at, settings)) for at, settings in scenario.reloads]
         confirming = asyncio.create_task(self._confirm_leases())
         controllers = asyncio.create_task(self._run_controllers())
         try:
@@ -223,9 +225,19 @@ class _Simulation:
     def _remove_pools(self) -> None:
         """After all jobs, the operator removes the pools from the settings, so that no spare has to remain."""
         if self.settings.pool and self.controller is not None:
-            self._log("operator: removes the pools from the settings and restarts the daemon")
-            self.settings = replace(self.settings, pool=())
-            self._crash(1.0)
+            self._reload(replace(self.settings, pool=()))
+
+    async def _reload_at(self, at: float, settings: Settings) -> None:
+        await asyncio.sleep(at)
+        self._reload(settings)
+
+    def _reload(self, settings: Settings) -> None:
+        """The operator changes the settings, and the controller that runs reads them, or else the next one."""
+        self._log("operator: changes the settings and reloads them")
+        self.settings, waiting = reloaded(self.settings, settings)
+        assert not waiting, waiting
+        if self.controller is not None:
+            self.controller.decide_by(self.settings)
 
     def _log(self, text: str) -> None:
         self.events.append((self.loop.time(), text))

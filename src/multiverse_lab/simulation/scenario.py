@@ -41,7 +41,8 @@ class Scenario:
 
     Faults of calls are drawn from `scheduler_odds` and `hypervisor_odds`, unless `faults` lists them. `hints` is the
     share of the scheduler's hints that arrive at once; of the others, one half arrives late and the other half never,
-    and one hint in ten arrives twice. `limit` is the longest duration in virtual seconds.
+    and one hint in ten arrives twice. `limit` is the longest duration in virtual seconds. At the virtual seconds of
+    `reloads` the controller reads other settings, which differ in keys alone that reload applies.
     """
 
     seed: int
@@ -53,6 +54,7 @@ class Scenario:
     faults: tuple[PlannedFault, ...] | None = None
     incidents: tuple[Incident, ...] = ()
     crashes: tuple[ControllerCrash, ...] = ()
+    reloads: tuple[tuple[float, Settings], ...] = ()
     hints: float = 0.9
     limit: float = 4000.0
     database: str = ":memory:"

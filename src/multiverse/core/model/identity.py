@@ -138,12 +138,16 @@ class UserSeen:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A file system that the guest mounts: fields as in fstab(5). `options` go to the file system."""
+    """A file system that each VM mounts, as in fstab(5)."""
 
     source: str
+    """What is mounted, such as fileserver:/home."""
     target: str
+    """The directory of the VM where it is mounted."""
     type: str = "nfs4"
+    """The type of the file system."""
     options: str = ""
+    """Options of the file system, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,7 @@ class QemuJobVms:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.mounts = settings.mounts  # of VMs that are made from here on
         self._addresses = JobAddresses(ipaddress.IPv4Network(settings.job_vms.subnet))
         config = host_config(settings, JOB_SITE)
         self._host = QemuHost(replace(config, guests=self._addresses.guests, functions=settings.job_vms.sriov))
@@ -377,6 +378,6 @@ class QemuJobVms:
             gateway=self._addresses.host(vm.number),
             machine_id=machine_id(f"{spec.name} {spec.token}"),
             users=(user,),
-            mounts=self._settings.mounts,
+            mounts=self.mounts,
             peers=(*self._settings.network.hosts, *peers),
         )
