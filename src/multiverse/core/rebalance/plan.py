@@ -16,7 +16,7 @@ from multiverse.core.moving import search_for
 from multiverse.core.rebalance.drains import plan_drains
 from multiverse.core.rebalance.limits import EvictionLimits
 from multiverse.core.rebalance.maintenance import follow_maintenance
-from multiverse.core.rebalance.preemption import plan_preemption
+from multiverse.core.rebalance.preemption import end_run, plan_preemption
 from multiverse.core.saving import save
 
 LOOK_AGAIN = 5.0  # seconds after which a job is looked at again that no eviction helped
@@ -60,9 +60,9 @@ def proposals(context: Context) -> list[Step]:
         steps += plan_preemption(context, limits)[:_SHOWN]
     shown, since = [], _held_since(context)
     for step in steps:
-        held = limits.why_held(step.attempt, step.memory)
+        held = limits.why_held(step)
         if held is None:
-            limits.take(step.memory)
+            limits.take(step)
         shown.append(_held(step, held, since) if held else step)
     return shown
 
@@ -72,15 +72,17 @@ def _begin(context: Context, limits: EvictionLimits, steps: Iterable[Step]) -> l
     changed what it needs."""
     held_back, since = [], _held_since(context)
     for step in steps:
-        if (held := limits.why_held(step.attempt, step.memory)) is not None:
+        if (held := limits.why_held(step)) is not None:
             held_back.append(_held(step, held, since))
             continue
         with suppress(Refused):
-            if not step.to:
+            if step.ends:
+                end_run(context, step)
+            elif not step.to:
                 save(context, context.state.attempts[step.attempt.id], step.why, evicts=True)
             elif not search_for(context, step.vm).begin(step.to, step.why):
                 continue
-            limits.take(step.memory)
+            limits.take(step)
     return held_back
 
 

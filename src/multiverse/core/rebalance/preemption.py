@@ -1,9 +1,11 @@
 """Running jobs give way to an urgent one that waits for room and may preempt them by the scheduler's own rules. They
-move to other hosts, or are saved and go on once there is room.
+move to other hosts, or are saved and go on once there is room. Where a batch job can do neither, its run ends as the
+scheduler would end it.
 
 Only the first job that waits for room is served: those behind it have their turn when it has started. The cheapest set
-of jobs that makes room for it is evicted, by the memory that is to be sent; among equals those that were submitted
-last. What is leaving already counts as free, so no more jobs are evicted than it needs.
+of jobs that makes room for it is evicted: by the CPU seconds of the runs that end, then by the memory that is to be
+sent; among equals those that were submitted last. What is leaving already counts as free, so no more jobs are evicted
+than it needs.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from multiverse.core.capacity.room import HostLimits, Room, others_on, room_of
 from multiverse.core.capacity.sizes import template_claim, vm_claims
@@ -22,14 +25,15 @@ from multiverse.core.clones.spares import spares
 from multiverse.core.clones.supply import claims_to_restore
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.machines.attempt import preempt_job
 from multiverse.core.machines.saved import vms_of_saved
 from multiverse.core.model.basics import ClaimKey, Key, Size
 from multiverse.core.model.eviction import Method, Step
-from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job
+from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Eviction, Job
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import COMPLETE, SAVING
 from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, Vm, VmState
-from multiverse.core.moving import search_for
+from multiverse.core.moving import search_for, why_busy
 from multiverse.core.rebalance.limits import EvictionLimits
 from multiverse.core.saving import is_busy, what_to_save
 
@@ -45,18 +49,25 @@ class _Candidate:
     claims: Mapping[str, Size]  # what it gives back, by host
     moves: bool  # another host would take its VM now
     saves: bool  # it can be saved
+    lost: int = 0  # CPU seconds that its run has had, at least 1; 0: it may not be ended, or need not
+    way: Literal["requeue", "cancel"] = "cancel"  # how it would be ended
 
     @property
     def memory(self) -> int:
-        return sum(vm.size.memory for vm in self.vms)
+        """MiB that are to be sent."""
+        return 0 if self.ends else sum(vm.size.memory for vm in self.vms)
 
     @property
-    def cost(self) -> int:
-        """MiB that are sent: what is saved is also read again."""
-        return self.memory if self.moves else 2 * self.memory
+    def ends(self) -> bool:
+        return not self.moves and not self.saves
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def cost(self) -> tuple[int, int]:
+        """CPU seconds that are lost, and MiB that are sent: what is saved is also read again."""
+        return self.lost if self.ends else 0, self.memory if self.moves else 2 * self.memory
+
+    @property
+    def order(self) -> tuple[tuple[int, int], int, int]:
         return self.cost, -self.attempt.job.submitted, -self.attempt.id
 
 
@@ -85,7 +96,8 @@ def plan_preemption(context: Context, limits: EvictionLimits) -> list[Step]:
             break
         steps = [(one, _step(context, one, after, why)) for one in chosen]
         if stays := [one for one, step in steps if step is None]:  # they only move, and the waiting job takes the room
-            candidates = [one for one in candidates if one not in stays]
+            ending = [replace(one, moves=False) for one in stays if one.lost]
+            candidates = sorted([one for one in candidates if one not in stays] + ending, key=lambda one: one.order)
             continue
         return [step for _, step in steps if step is not None]
     return []
@@ -149,13 +161,13 @@ def _candidates(context: Context, waiting: Job, needs: Mapping[str, Size], limit
         vms = state.serving_vms_of(attempt)
         if not any(vm.host in needs for vm in vms) or not all(vm.state is VmState.SERVING for vm in vms):
             continue
-        if (one := _candidate(context, attempt, vms)) is not None:
+        if (one := _candidate(context, attempt, vms, job)) is not None:
             found.append(one)
     return sorted(found, key=lambda one: one.order)
 
 
-def _candidate(context: Context, attempt: Attempt, vms: list[Vm]) -> _Candidate | None:
-    """A job as one that may be evicted; None if it can neither be saved nor move now."""
+def _candidate(context: Context, attempt: Attempt, vms: list[Vm], job: Job) -> _Candidate | None:
+    """A job as one that may be evicted; None if it can neither be saved nor move now, and may not be ended."""
     claims = defaultdict[str, Size](lambda: Size(0, 0))
     for vm in vms:
         if (claim := context.state.claims.get(ClaimKey(vm.key, vm.host))) is not None:
@@ -163,12 +175,36 @@ def _candidate(context: Context, attempt: Attempt, vms: list[Vm]) -> _Candidate 
     moves, saves = len(vms) == 1 and _moves(context, vms[0]), False
     with suppress(Refused):
         saves = bool(what_to_save(context, attempt))
-    return _Candidate(attempt, vms, claims, moves, saves) if moves or saves else None
+    may_move = not moves and len(vms) == 1 and _may_move_later(context, vms[0])
+    lost = 0 if saves or may_move else _lost(context, attempt, vms, job)
+    way: Literal["requeue", "cancel"] = "requeue" if _mode(context, job) == "requeue" and job.requeues else "cancel"
+    return _Candidate(attempt, vms, claims, moves, saves, lost, way) if moves or saves or lost else None
 
 
-def _moves(context: Context, vm: Vm) -> bool:
+def _lost(context: Context, attempt: Attempt, vms: list[Vm], job: Job) -> int:
+    """CPU seconds that are lost if a job that cannot be saved is ended; 0 if it may not be: by the scheduler's mode,
+    because it is interactive and only moves, or because its hosts are out of sight, which may store its state."""
+    if not job.batch or _mode(context, job) not in ("requeue", "cancel"):
+        return 0
+    if len(vms) != attempt.request.nodes or any(vm.host not in context.in_sight for vm in vms):
+        return 0
+    return 1 + int((context.state.now - attempt.since) * sum(vm.size.cpus for vm in vms))
+
+
+def _mode(context: Context, job: Job) -> str:
+    """What the scheduler does itself to a job that it preempts."""
+    rules = context.scheduler.preemption
+    return rules.modes.get(job.preempt_class, "") if rules is not None else ""
+
+
+def _may_move_later(context: Context, vm: Vm) -> bool:
+    """Whether nothing but other moves keeps a VM from moving now."""
+    return bool(why_busy(context, vm.host)) or _moves(context, vm, busy=True)
+
+
+def _moves(context: Context, vm: Vm, *, busy: bool = False) -> bool:
     try:
-        return search_for(context, vm).find("", room_of(context).copy()) is not None
+        return search_for(context, vm).find("", room_of(context).copy(), busy=busy) is not None
     except Refused:
         return False
 
@@ -210,9 +246,10 @@ def _cheapest(
     return list(chosen.values())
 
 
-def _cost(evicted: Iterable[_Candidate]) -> tuple[int, int]:
-    """MiB to be sent; among equals the latest jobs come first."""
-    return sum(one.cost for one in evicted), -min(one.attempt.job.submitted for one in evicted)
+def _cost(evicted: Iterable[_Candidate]) -> tuple[int, int, int]:
+    """CPU seconds that are lost, then MiB to be sent; among equals the latest jobs come first."""
+    lost, sent = map(sum, zip(*(one.cost for one in evicted), strict=True))
+    return lost, sent, -min(one.attempt.job.submitted for one in evicted)
 
 
 def _makes_room(
@@ -239,9 +276,27 @@ def _makes_room(
 
 def _step(context: Context, one: _Candidate, room: Room, why: Reason) -> Step | None:
     """A single VM moves if another host has room beside the waiting job; else the job is saved. Takes that room. None
-    if it can only move, and cannot."""
+    if it can only move, and cannot. A job that can do neither is ended."""
+    if one.ends:
+        return Step(Method.PREEMPTION, one.attempt, one.vms[0], "", why, 0, ends=one.way)
     if len(one.vms) == 1:
         with suppress(Refused):
             if (found := search_for(context, one.vms[0]).find("", room)) is not None:
                 return Step(Method.PREEMPTION, one.attempt, one.vms[0], found[0], why, one.memory)
     return Step(Method.PREEMPTION, one.attempt, one.vms[0], "", why, one.memory) if one.saves else None
+
+
+def end_run(context: Context, step: Step) -> None:
+    """End the run of a job for another one, as the scheduler would: after the grace time of its class."""
+    rules, job = context.scheduler.preemption, context.scheduler.jobs[step.attempt.job.job_id]
+    assert rules is not None and step.ends, "the step ends a run by these rules"
+    grace, mode = rules.grace.get(job.preempt_class, 0.0), rules.modes[job.preempt_class]
+    how = Why.ENDS_BY_MODE(
+        way="queued again" if step.ends == "requeue" else "cancelled",
+        at=context.now + grace if grace else None,
+        mode=mode.upper(),
+        name=job.preempt_class,
+        word="it cannot be queued again" if mode != step.ends else None,
+    )
+    eviction = Eviction(context.now, step.ends, step.vm.host, step.why.also(how), memory=0)
+    context.state.move(preempt_job(context.state.attempts[step.attempt.id], eviction, grace))
