@@ -11,6 +11,7 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import Maintenance
 from multiverse.core.model.saved import Storage
+from multiverse.core.rebalance import plan, preemption
 from multiverse_lab.bench.evictions import simulate_week
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import Incident, IncidentKind
@@ -172,6 +173,18 @@ def test_it_has_its_grace_time_to_end_by_itself() -> None:
 def test_it_is_left_alone_where_the_scheduler_would_suspend_it_and_if_it_is_interactive(one: Scenario) -> None:
     outcome = goes_well(one)
     assert began(outcome) > 60.0
+
+
+def test_of_many_jobs_all_are_looked_at_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job that was submitted first is the only one that can leave, and the last one that is looked at."""
+    monkeypatch.setattr(plan, "CONSIDERED", 1)
+    monkeypatch.setattr(preemption, "CONSIDERED", 1)
+    hosts = (host("h0", 1), host("h1", 1, stores=False), host("h2", 1, stores=False))
+    low = (job(at, "low", 100.0) for at in (0.5, 8.0, 16.0))
+    one = scenario(hosts, *low, job(30.0, "high", 20.0))
+    rules = replace(RULES, modes={"low": "suspend"})
+    outcome = goes_well(replace(one, world=replace(one.world, cluster=replace(one.world.cluster, preemption=rules))))
+    assert saved(outcome) == 1 and began(outcome) < 60.0, outcome.story()
 
 
 def test_a_save_is_cheaper_than_the_end_of_a_run_however_short() -> None:

@@ -11,7 +11,7 @@ than it needs.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -37,6 +37,10 @@ from multiverse.core.moving import search_for, why_busy
 from multiverse.core.rebalance.limits import EvictionLimits
 from multiverse.core.saving import is_busy, what_to_save
 
+CONSIDERED = 1000  # running jobs that one plan looks at
+_TRIES = 4  # sets that are tried in a pass. The last one is of jobs that can leave whatever room the waiting one takes
+_Cost = tuple[int, int, int]
+
 SOON = 30.0  # seconds: a job that is to start within them by the time limits of others has nobody evicted for it
 
 
@@ -49,13 +53,14 @@ class _Candidate:
     claims: Mapping[str, Size]  # what it gives back, by host
     moves: bool  # another host would take its VM now
     saves: bool  # it can be saved
+    size: int  # MiB of its VMs
     lost: int = 0  # CPU seconds that its run has had, at least 1; 0: it may not be ended, or need not
     way: Literal["requeue", "cancel"] = "cancel"  # how it would be ended
 
     @property
     def memory(self) -> int:
         """MiB that are to be sent."""
-        return 0 if self.ends else sum(vm.size.memory for vm in self.vms)
+        return 0 if self.ends else self.size
 
     @property
     def ends(self) -> bool:
@@ -71,8 +76,9 @@ class _Candidate:
         return self.cost, -self.attempt.job.submitted, -self.attempt.id
 
 
-def plan_preemption(context: Context, limits: EvictionLimits) -> list[Step]:
-    """Which jobs give way to the first one that waits for room. Empty if it could not start even then."""
+def plan_preemption(context: Context, limits: EvictionLimits, passed_over: int = 0) -> list[Step]:
+    """Which jobs give way to the first one that waits for room. Empty if it could not start even then. Of the running
+    jobs `CONSIDERED` are looked at, those that were submitted last, after so many that are passed over."""
     state, rules = context.state, context.scheduler.preemption
     waiting = state.attempts.get(state.blocking) if state.blocking is not None else None
     if rules is None or waiting is None or waiting.id not in state.queue.candidates:
@@ -88,19 +94,33 @@ def plan_preemption(context: Context, limits: EvictionLimits) -> list[Step]:
     if not needs or room.copy().place(waiting.request.nodes, needs, hosts=may) is not None:
         return []
     why = Why.PREEMPTED(job=job.ref.job_id, by=job.preempt_class)
-    candidates = _candidates(context, job, needs, limits)
-    while chosen := _cheapest(room.copy(), waiting, needs, candidates):
+    running = may_give_way(context, job.preempt_class)[passed_over : passed_over + CONSIDERED]
+    candidates = _candidates(context, running, needs, limits)
+    for tries in range(1, _TRIES + 1):
+        if not (chosen := _cheapest(room.copy(), waiting, needs, candidates)):
+            break
         evicted = {vm.key for one in chosen for vm in one.vms}
         after = _room_without(context, leaving | evicted)
         if after.place(waiting.request.nodes, needs, hosts=may) is None:
             break
         steps = [(one, _step(context, one, after, why)) for one in chosen]
-        if stays := [one for one, step in steps if step is None]:  # they only move, and the waiting job takes the room
-            ending = [replace(one, moves=False) for one in stays if one.lost]
-            candidates = sorted([one for one in candidates if one not in stays] + ending, key=lambda one: one.order)
+        if stays := {one.attempt.id for one, step in steps if step is None}:
+            # They only move, and the waiting job takes the room.
+            if tries == _TRIES - 1:
+                stays = {one.attempt.id for one in candidates if not one.saves}
+            candidates = sorted(_without_moves(candidates, stays), key=lambda one: one.order)
             continue
         return [step for _, step in steps if step is not None]
     return []
+
+
+def _without_moves(candidates: Iterable[_Candidate], stays: Set[int]) -> Iterator[_Candidate]:
+    """The candidates; of those attempts only the ones that may be ended, as such."""
+    for one in candidates:
+        if one.attempt.id not in stays:
+            yield one
+        elif one.lost:
+            yield replace(one, moves=False)
 
 
 def _needs(context: Context, attempt: Attempt) -> HostMap[Size]:
@@ -145,14 +165,22 @@ def _room_without(context: Context, gone: set[Key]) -> Room:
     return room
 
 
-def _candidates(context: Context, waiting: Job, needs: Mapping[str, Size], limits: EvictionLimits) -> list[_Candidate]:
-    """The running jobs that may be evicted for a waiting one, the cheapest first."""
+def may_give_way(context: Context, urgent: str) -> list[Job]:
+    """The running jobs that may be preempted by a job of this class, the latest first."""
+    rules = context.scheduler.preemption
+    running = context.scheduler.running_in(rules.takes.get(urgent, ())) if rules is not None else ()
+    return sorted((context.scheduler.jobs[job_id] for job_id in running), key=lambda job: -job.ref.submitted)
+
+
+def _candidates(
+    context: Context, running: Iterable[Job], needs: Mapping[str, Size], limits: EvictionLimits
+) -> list[_Candidate]:
+    """Those of the jobs that may be evicted, the cheapest first."""
     state, rules, found = context.state, context.scheduler.preemption, []
     assert rules is not None, "asked for only where the scheduler has preemption"
-    for job_id in context.scheduler.running_in(rules.takes[waiting.preempt_class]):
-        job = context.scheduler.jobs[job_id]
+    for job in running:
         attempt = next((one for one in state.attempts_of_job(job.ref) if one.state is AttemptState.ALLOCATED), None)
-        if attempt is None or not rules.may_take(waiting, job):
+        if attempt is None:
             continue
         if state.now - attempt.since < rules.exempt.get(job.preempt_class, 0.0):
             continue
@@ -175,10 +203,11 @@ def _candidate(context: Context, attempt: Attempt, vms: list[Vm], job: Job) -> _
     moves, saves = len(vms) == 1 and _moves(context, vms[0]), False
     with suppress(Refused):
         saves = bool(what_to_save(context, attempt))
-    may_move = not moves and len(vms) == 1 and _may_move_later(context, vms[0])
+    may_move = not (moves or saves) and len(vms) == 1 and _may_move_later(context, vms[0])
     lost = 0 if saves or may_move else _lost(context, attempt, vms, job)
     way: Literal["requeue", "cancel"] = "requeue" if _mode(context, job) == "requeue" and job.requeues else "cancel"
-    return _Candidate(attempt, vms, claims, moves, saves, lost, way) if moves or saves or lost else None
+    size = sum(vm.size.memory for vm in vms)
+    return _Candidate(attempt, vms, claims, moves, saves, size, lost, way) if moves or saves or lost else None
 
 
 def _lost(context: Context, attempt: Attempt, vms: list[Vm], job: Job) -> int:
@@ -224,32 +253,35 @@ def _cheapest(
     def left_on(host: str) -> int:
         return waiting.request.most_on_a_host(placed[host] + 1) - placed[host]
 
+    sets, stale = dict[str, tuple[_Cost, str, list[_Candidate]]](), set(by_host)
     while placed.total() < waiting.request.nodes:
         if found := room.place(1, needs, hosts=HostLimits(limit=left_on)):
             placed[found[0]] += 1
+            stale.update(found)
             continue
-        sets = [
-            (_makes_room(room, host, needs[host], here, chosen), host)
-            for host, here in by_host.items()
-            if left_on(host)
-        ]
-        able = [(one, host) for one, host in sets if one]
+        for host in sorted(stale & by_host.keys()):
+            best = _makes_room(room, host, needs[host], by_host[host], chosen)
+            sets[host] = (_cost(best), host, best)
+        stale.clear()
+        able = [one for host, one in sets.items() if one[2] and left_on(host)]
         if not able:
             return []
-        best, host = min(able, key=lambda pair: (_cost(pair[0]), pair[1]))
+        _, host, best = min(able)
         for one in best:
             chosen[one.attempt.id] = one
+            stale.update(one.claims)
             for name, claim in one.claims.items():
                 room.give(name, claim)
         room.take(host, needs[host])
         placed[host] += 1
+        stale.add(host)
     return list(chosen.values())
 
 
-def _cost(evicted: Iterable[_Candidate]) -> tuple[int, int, int]:
+def _cost(evicted: Sequence[_Candidate]) -> _Cost:
     """CPU seconds that are lost, then MiB to be sent; among equals the latest jobs come first."""
-    lost, sent = map(sum, zip(*(one.cost for one in evicted), strict=True))
-    return lost, sent, -min(one.attempt.job.submitted for one in evicted)
+    lost, sent = sum(one.cost[0] for one in evicted), sum(one.cost[1] for one in evicted)
+    return lost, sent, -min((one.attempt.job.submitted for one in evicted), default=0)
 
 
 def _makes_room(
