@@ -302,5 +302,5 @@ async def measure(
         store.close()
         gc.unfreeze()
     found = [summary(samples) for samples in (one_host, unchanged, equal, ended, everything)]
-    evicting = summary(plans) if plans else None
-    return PassTimes(jobs, vms, len(cluster.hosts), *cast(list[Summary], found), candidates, evicting)
+    times = PassTimes(jobs, vms, len(cluster.hosts), *cast(list[Summary], found))
+    return replace(times, candidates=candidates, evicting=summary(plans)) if plans else times
