@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -85,8 +85,8 @@ class PassTimes:
     equal: Summary
     one_ended: Summary
     all_rows: Summary
-    candidates: int = 0  # running jobs that may be evicted
-    evicting: Summary | None = None  # None: there are none
+    candidates: int = field(default=0, kw_only=True)  # running jobs that may be evicted
+    evicting: Summary | None = field(default=None, kw_only=True)  # None: there are none
 
 
 class MonotonicClock:
@@ -109,6 +109,7 @@ class Endless:
 
     def __init__(self, name: str = "", hosts: Iterable[str] = ()) -> None:
         self.name, self.hosts, self.sources = name, (), [Endless(host) for host in hosts]
+        self.saves = self.saving = self  # jobs are being saved for ever
 
     def __getattr__(self, _name: str) -> Callable[..., Any]:
         async def call(*_arguments: object) -> None:
