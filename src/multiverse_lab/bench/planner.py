@@ -70,7 +70,7 @@ REQUESTS = (Size(1, 100), Size(1, 1000), Size(2, 500), Size(4, 2000))
 BASE = Size(Settings().qemu.base_cpus, Settings().qemu.base_memory)
 DAY = 86400
 ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory"})
-URGENT_VMS = 8  # of the job for which others are evicted
+URGENT_VMS = 32  # of the job for which others are evicted
 
 
 @dataclass(frozen=True, slots=True)
