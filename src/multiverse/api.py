@@ -48,14 +48,14 @@ class JobUsageView:
 
 @dataclass(frozen=True, slots=True)
 class JobEvictionView:
-    """A running job was to leave its host."""
+    """A running job was to leave its host, or its run was ended for another job."""
 
     at: float  # when that began
-    way: str  # move, or save: it goes on elsewhere in another run
+    way: str  # move; save: it goes on elsewhere in another run; requeue: it begins anew; or cancel
     host: str  # that it left; empty where names of hosts are not shown
     reason: str
     memory: int  # MiB of its VMs, which were sent
-    took: float | None  # seconds until it went on elsewhere; null: it has not
+    took: float | None  # seconds until it went on elsewhere, or ran again; null: it has not
     under_way: bool = False  # it has not gone on yet; if it has not at all, it stayed on its host
 
 
@@ -307,11 +307,12 @@ class EvictionView:
     job_id: str
     vm: str  # its VM on that host
     host: str
-    target: str  # the host to which the VM would move; empty: the job would be saved
+    target: str  # the host to which the VM would move; empty: it would not
     memory: int  # MiB to be sent
     reason: str
     held: str = ""  # the limit by which that does not begin; empty: it does
     held_since: float | None = None  # since when that limit holds evictions for this reason; null: it does not
+    ends: str = ""  # requeue or cancel: its run would be ended so; empty: it would move, or else be saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -629,7 +630,7 @@ class RatesView:
 class EvictionCounts:
     """How many evictions of one kind have begun in the last six hours, or since the daemon's start."""
 
-    way: str  # move or save
+    way: str  # move, save, requeue or cancel
     cause: str  # drain, preemption or operator
     step: float  # seconds of one entry of `begun`; the newest is the last, and not over yet
     begun: tuple[int, ...]

@@ -257,6 +257,8 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "wake": lambda vm, number, runs, key: {"vm": vm.name, "sleep": number, "runs": runs},
     "stand_in": lambda node: {"node": node.name, "told": plain(node.size)},
     "keep_time": lambda job, left: {"job": _ref(job), "left": left},
+    "warn": lambda job, text: {"job": _ref(job), "text": text},
+    "preempt": lambda job, requeue, text: {"job": _ref(job), "requeue": requeue, "text": text},
     "settle": lambda vm, number, other: {"vm": vm.name, "move": number, "other": other.source},
     "discard": lambda source, name: {"source": source, "saved": name},
     "create": lambda vm: {

@@ -21,7 +21,7 @@ from multiverse.core.model.basics import CloneKind, Depth, Size
 from multiverse.core.model.identity import Identity
 from multiverse.core.model.job import Attempt, Job, JobRef, JobState, NodeState, Request, SchedulerPart, SchedulerView
 from multiverse.core.model.vm import Place, TemplateKey, Vm, VmRef, VmSpec, VmState
-from multiverse.ports import Offers, Parts, Saving, Scheduler
+from multiverse.ports import Offers, Parts, Preempting, Saving, Scheduler
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.hypervisor import SimulatedHosts
 from multiverse_lab.simulation.jobs import Batch
@@ -192,6 +192,13 @@ class Harness(ABC):
         if self.scheduler.saving is None:
             pytest.skip("this scheduler saves no jobs")
         return self.scheduler.saving
+
+    @property
+    def preempting(self) -> Preempting:
+        """Skips the check if the scheduler preempts no jobs."""
+        if self.scheduler.preempting is None:
+            pytest.skip("this scheduler preempts no jobs")
+        return self.scheduler.preempting
 
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
@@ -681,6 +688,43 @@ async def a_job_is_queued_again_only_until_that_is_forbidden(h: Harness) -> None
     await h.job(job.ref.job_id, lambda job: not job.requeues)
 
 
+async def a_preempted_job_is_told_that_it_ends_and_goes_on_until_then(h: Harness) -> None:
+    preempting, (job, _) = h.preempting, await h.running()
+    with pytest.raises(Stale):
+        await preempting.warn(later(job.ref), "job 12 takes its place")
+    for _ in range(2):
+        await preempting.warn(job.ref, "job 12 takes its place")
+    assert "job 12 takes its place" in await h.comment(job.ref.job_id)
+    seen = (await h.view()).jobs[job.ref.job_id]
+    assert (seen.ref, seen.state) == (job.ref, JobState.RUNNING)
+
+
+async def a_preempted_job_is_queued_again_once(h: Harness) -> None:
+    preempting, (job, _) = h.preempting, await h.running(lingers=2.0)
+    with pytest.raises(Stale):
+        await preempting.preempt(later(job.ref), requeue=True, text="job 12 takes its place")
+    for _ in range(2):  # the second time the job is completing
+        await preempting.preempt(job.ref, requeue=True, text="job 12 takes its place")
+    back = await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING and job.gated)
+    assert next_run(back.ref, job.ref) and back.pinned is None and not back.held
+    assert "job 12 takes its place" in await h.comment(job.ref.job_id)
+    for ref in (job.ref, back.ref):
+        with pytest.raises(Stale):
+            await preempting.preempt(ref, requeue=True, text="job 12 takes its place")
+    assert (await h.job(job.ref.job_id)).ref == back.ref, "a late call does nothing to the next run"
+
+
+async def a_preempted_job_that_is_not_queued_again_is_cancelled(h: Harness) -> None:
+    preempting = h.preempting
+    for requeue in (False, True):
+        job, _ = await h.running()
+        await h.saving.forbid_requeue(job.ref)
+        await preempting.preempt(job.ref, requeue=requeue, text="job 12 takes its place")
+        await h.view(lambda view, ref=job.ref: _over(view, ref))
+        with pytest.raises((Stale, Gone)):
+            await preempting.preempt(job.ref, requeue=requeue, text="job 12 takes its place")
+
+
 async def the_script_of_a_job_runs_on_the_node_that_is_known_for_longest(h: Harness) -> None:
     saving, job = h.saving, await h.job(await h.submit(nodes=2))
     first, feature = await h.node(job)
@@ -700,6 +744,9 @@ SUITE: tuple[Check, ...] = (
     a_saved_job_that_is_held_waits_until_it_is_released,
     a_job_that_was_cancelled_is_not_queued_again_as_a_saved_one,
     a_job_is_queued_again_only_until_that_is_forbidden,
+    a_preempted_job_is_told_that_it_ends_and_goes_on_until_then,
+    a_preempted_job_is_queued_again_once,
+    a_preempted_job_that_is_not_queued_again_is_cancelled,
     an_observation_is_complete_and_in_order,
     a_held_job_is_shown_held_and_not_pinned,
     a_pinned_job_runs_on_its_node_and_ends,

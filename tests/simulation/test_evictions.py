@@ -11,6 +11,7 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import Maintenance
 from multiverse.core.model.saved import Storage
+from multiverse.core.rebalance import plan, preemption
 from multiverse_lab.bench.evictions import simulate_week
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import Incident, IncidentKind
@@ -129,10 +130,70 @@ def test_room_that_is_being_made_is_not_given_to_jobs_that_go_ahead() -> None:
     assert began(outcome) < began(outcome, "short"), outcome.story()
 
 
-def test_without_a_storage_and_without_moves_an_urgent_job_waits() -> None:
-    jobs = (job(0.5, "low"), job(1.0, "low"), job(20.0, "high"))
-    outcome = goes_well(scenario((host("h0", stores=False),), *jobs))
+def stuck(mode: str, grace: float = 0.0, **batch: bool) -> Scenario:
+    """An urgent job comes to a host that two jobs fill. They can neither move nor be saved."""
+    low = [replace(one, batch=replace(one.batch, **batch)) for one in (job(0.5, "low"), job(1.0, "low"))]
+    one = scenario((host("h0", stores=False),), *low, job(20.0, "high", 20.0))
+    rules = replace(RULES, modes={"low": mode}, grace={"low": grace} if grace else {})
+    return replace(one, world=replace(one.world, cluster=replace(one.world.cluster, preemption=rules)))
+
+
+def test_a_job_that_can_neither_move_nor_be_saved_is_queued_again_as_the_scheduler_would() -> None:
+    outcome = goes_well(stuck("requeue"))
+    assert began(outcome) < 40.0, outcome.story()
+    runs = [begin for name, begin, _ in outcome.runs if name == "low"]
+    assert len(runs) == 3 and max(runs) > began(outcome), "one of them began anew, and after the urgent job"
+    (left,) = (one for of_job in outcome.evictions.values() for one in of_job)
+    assert left.way == "requeue" and left.took is not None and left.took > 20.0
+    told = "job 3 (high) takes its place; it is queued again, as PreemptMode=REQUEUE of low says"
+    assert told in outcome.told and any(text.startswith("queued again 20") for text in outcome.told)
+
+
+@pytest.mark.parametrize(
+    ("mode", "requeue", "why"),
+    [
+        ("cancel", True, "it is cancelled, as PreemptMode=CANCEL of low says"),
+        ("requeue", False, "it is cancelled, as PreemptMode=REQUEUE of low says, and it cannot be queued again"),
+    ],
+)
+def test_it_is_cancelled_where_the_scheduler_would_cancel_it(mode: str, requeue: bool, why: str) -> None:
+    outcome = simulate(stuck(mode, requeue=requeue))
+    assert not outcome.violations and began(outcome) < 40.0, outcome.story()
+    assert sorted(outcome.results.values()) == ["CANCELLED", "COMPLETED", "COMPLETED"], outcome.story()
+    assert f"job 3 (high) takes its place; {why}" in outcome.told
+
+
+def test_it_has_its_grace_time_to_end_by_itself() -> None:
+    outcome = goes_well(stuck("requeue", grace=15.0))
+    assert 35.0 < began(outcome) < 50.0, outcome.story()
+    assert any("it is queued again 20" in text for text in outcome.told), outcome.told
+
+
+@pytest.mark.parametrize("one", [stuck("suspend"), stuck("cancel", interactive=True, requeue=False)])
+def test_it_is_left_alone_where_the_scheduler_would_suspend_it_and_if_it_is_interactive(one: Scenario) -> None:
+    outcome = goes_well(one)
     assert began(outcome) > 60.0
+
+
+def test_of_many_jobs_all_are_looked_at_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job that was submitted first is the only one that can leave, and the last one that is looked at."""
+    monkeypatch.setattr(plan, "CONSIDERED", 1)
+    monkeypatch.setattr(preemption, "CONSIDERED", 1)
+    hosts = (host("h0", 1), host("h1", 1, stores=False), host("h2", 1, stores=False))
+    low = (job(at, "low", 100.0) for at in (0.5, 8.0, 16.0))
+    one = scenario(hosts, *low, job(30.0, "high", 20.0))
+    rules = replace(RULES, modes={"low": "suspend"})
+    outcome = goes_well(replace(one, world=replace(one.world, cluster=replace(one.world.cluster, preemption=rules))))
+    assert saved(outcome) == 1 and began(outcome) < 60.0, outcome.story()
+
+
+def test_a_save_is_cheaper_than_the_end_of_a_run_however_short() -> None:
+    """Of two hosts one has a storage. Its job is larger, and has run for longer."""
+    hosts = (host("h0", 1), host("h1", 1, stores=False))
+    jobs = (job(0.5, "low", 100.0, Size(1, 900)), job(5.0, "low", 100.0), job(20.0, "high", 20.0))
+    outcome = goes_well(scenario(hosts, *jobs))
+    assert saved(outcome) == 1 and began(outcome) < 60.0, outcome.story()
+    assert [one.way for of_job in outcome.evictions.values() for one in of_job] == ["save"], outcome.story()
 
 
 def test_a_job_is_left_alone_for_its_exempt_time() -> None:

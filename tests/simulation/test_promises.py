@@ -123,6 +123,11 @@ RARE = (
     ("attempt", ("holding",), "impossible", "revoking"),
     ("attempt", ("holding",), "cancelled", "reclaiming"),
     ("attempt", ("holding",), "restarted", "reclaiming"),
+    *(("attempt", ("allocated",), "preempted", state) for state in ("warned", "preempting")),  # test_evictions
+    ("attempt", ("warned",), "grace over", "preempting"),
+    ("attempt", ("warned",), "noted", "warned"),
+    *(("attempt", ("warned", "preempting"), event, "reclaiming") for event in ("ended", "restarted")),
+    ("attempt", ("warned", "preempting"), "changed", "returning"),
     *(
         ("host", (state,), event, state)
         for state in ("silent", "fencing", "fenced")
@@ -238,6 +243,7 @@ def test_promises_are_kept_with_faults() -> None:
         "hypervisor.move", "hypervisor.settle",  # test_moves
         "hypervisor.checkpoint", "scheduler.check",  # test_checkpointing
         "hypervisor.sleep", "hypervisor.wake", "scheduler.stand_in", "scheduler.keep_time",  # test_sleeps
+        "scheduler.warn", "scheduler.preempt",  # test_evictions
     }  # fmt: skip
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:

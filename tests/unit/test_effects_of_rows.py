@@ -35,6 +35,8 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (attempt(A.SPAWNED, choice=said("instant on h1")), E.PIN, "instant on h1"),
     (attempt(A.ADDING_USER, choice=said("instant on h1")), E.PIN, "instant on h1"),
     (attempt(A.ALLOCATED), None, ""),
+    (attempt(A.WARNED, reason="job 12 takes its place"), E.WARN, "job 12 takes its place"),
+    (attempt(A.PREEMPTING, reason="job 12 takes its place"), E.PREEMPT, "job 12 takes its place"),
     (attempt(A.RETURNING, outcome="requeued", reason="held"), E.GATE, ""),
     (attempt(A.REVOKING, outcome="revoked", reason="too large"), E.REVOKE, "too large"),
     (attempt(A.REVOKING, outcome="failed", reason="no luck"), E.REVOKE, "no luck"),

@@ -57,7 +57,8 @@ def _show_evictions(job_id: str, evictions: Sequence[api.JobEvictionView]) -> No
     render.say(f"Job {job_id} was evicted {times}:", indent=0)
     table = render.table("BEGAN", "FROM", "HOW", "SENT", "TOOK", "WHY", right=("SENT", "TOOK"), fold=("FROM", "WHY"))
     for one in evictions:
-        took = render.duration(one.took) if one.took is not None else "not yet" if one.under_way else "it stayed"
+        open_end = "not yet" if one.under_way else "it ended" if one.way in ("requeue", "cancel") else "it stayed"
+        took = render.duration(one.took) if one.took is not None else open_end
         host, sent = one.host or "a host", render.memory(one.memory)
         table.add_row(render.moment(one.at), host, one.way, sent, took, render.plain(one.reason))
     render.console.print(table)

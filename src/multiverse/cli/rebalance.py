@@ -12,6 +12,7 @@ from multiverse.cli import render
 from multiverse.client import Client
 
 _NOTHING = "No job would leave its host now."
+_ENDS = {"requeue": "is queued again", "cancel": "is cancelled"}
 
 
 def rebalance(
@@ -26,7 +27,7 @@ def rebalance(
         return render.as_json(document)
     table = render.table("JOB", "VM", "FROM", "HOW", "MEMORY", "WHY", right=("MEMORY",))
     for one in decode(list[api.EvictionView], document):
-        how = f"moves to {one.target}" if one.target else "is saved"
+        how = f"moves to {one.target}" if one.target else _ENDS.get(one.ends, "is saved")
         why = f"{one.reason}; not now: {one.held}" if one.held else one.reason
         table.add_row(one.job_id, one.vm, one.host, how, render.memory(one.memory), why)
     render.show(table, _NOTHING)

@@ -35,7 +35,7 @@ STYLES_OF_STATES = {
     "cyan": "claimed spawning starting building falling_asleep delayed",
     "blue": "spawned adding_user joined",
     "bold green": "allocated serving moving settling waking",
-    "magenta": "returning revoking reclaiming retiring ending removing releasing deleting fenced",
+    "magenta": "warned preempting returning revoking reclaiming retiring ending removing releasing deleting fenced",
     "green": "done ready up",
     "dim": "cancelled asleep",
     "red": "revoked refused failed lost orphan dead broken away",

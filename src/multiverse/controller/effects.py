@@ -55,6 +55,8 @@ _ON_JOBS = (
     EffectKind.REVOKE,
     EffectKind.RESTORE,
     EffectKind.HOLD,
+    EffectKind.WARN,
+    EffectKind.PREEMPT,
 )
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
@@ -350,8 +352,19 @@ class Effects:
                 await self._scheduler.requeue(job)
             case EffectKind.REVOKE:
                 await self._scheduler.revoke(job, effect.text)
+            case EffectKind.WARN | EffectKind.PREEMPT:
+                await self._preempt(effect, attempt)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
+
+    async def _preempt(self, effect: Effect, attempt: Attempt) -> None:
+        preempting, eviction = self._scheduler.preempting, attempt.preempted
+        if preempting is None or eviction is None:
+            raise Refused("the scheduler ends no run for another job", hint="end the job by hand")
+        if effect.kind is EffectKind.WARN:
+            await preempting.warn(attempt.job, effect.text)
+        else:
+            await preempting.preempt(attempt.job, requeue=eviction.way == "requeue", text=effect.text)
 
     async def _act_on_pilot(self, effect: Effect, subject: Lease | PilotRef) -> None:
         leases = self._scheduler.leases

@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from multiverse.core.errors import Exhausted, MultiverseError, Unknown
-from multiverse.core.model.job import Attempt, AttemptState
+from multiverse.core.model.job import PREEMPTED_STATES, Attempt, AttemptState
 from multiverse.core.model.usage import LONG_ENOUGH, Baseline, HostUsage, JobUsage, Usage, VmUsage, combined
 from multiverse.core.state import State
 from multiverse.ports import Clock, Measurements, Reports
@@ -159,7 +159,7 @@ class JobUsageRecorder:
 
     async def look(self) -> None:
         """Learn which jobs have begun or ended since the last time, and what they used."""
-        now = {attempt.id: attempt for attempt in self._state.attempts_in(AttemptState.ALLOCATED)}
+        now = {attempt.id: attempt for attempt in self._state.attempts_in(AttemptState.ALLOCATED, *PREEMPTED_STATES)}
         begun = [attempt for id_, attempt in now.items() if id_ not in self._running]
         ended = [usage for id_, usage in self._running.items() if id_ not in now]
         if not begun and not ended:
@@ -208,8 +208,10 @@ class JobUsageRecorder:
         attempt, now = self._state.attempts.get(usage.attempt), self._clock.now()
         late = now - attempt.since if attempt is not None else 0.0  # it is in another state since then
         known = [(one, used[one.vm]) for one in usage.baselines if one.vm in used]
+        eviction = attempt.preempted if attempt is not None else None
         return replace(
             usage,
+            ended_for=str(eviction.why) if eviction is not None else "",
             seconds=max(0.0, self._clock.wall() - usage.began - late),
             cpu_s=sum(max(0.0, seen.cpu_s - one.cpu_s) for one, seen in known),
             peak=max((max(0.0, seen.peak - one.memory) for one, seen in known), default=0.0),

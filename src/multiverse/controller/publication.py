@@ -187,26 +187,19 @@ class GroupBook:
         for place in places:
             hosts[place] += 1
             self._groups_on.setdefault(place, {})[member.group] = None
-        if len(names) > 2:
-            for host in hosts:
-                self._changed(host, [member.name])
-        else:  # with its second VM the group is something to tell
-            for host in hosts:
-                self._changed(host, names)
-        for place in places:
-            if hosts[place] == 1:
-                self._changed(place, names)
+        # With its second VM the group is something to tell.
+        self._changed(hosts, [member.name] if len(names) > 2 else names)
+        self._changed((place for place in places if hosts[place] == 1), names)
 
     def _remove(self, member: Member) -> None:
         names, hosts = self._of_group[member.group], self._hosts_of[member.group]
-        for host in hosts:
-            self._changed(host, [member.name] if len(names) > 2 else names)
+        self._changed(hosts, [member.name] if len(names) > 2 else names)
         del self._members[member.name], names[member.name]
         for place in self._places.pop(member.name):
             hosts[place] -= 1
             if not hosts[place]:
                 del hosts[place]
-                self._changed(place, names)
+                self._changed([place], names)
                 groups = self._groups_on[place]
                 del groups[member.group]
                 if not groups:
@@ -214,8 +207,13 @@ class GroupBook:
         if not names:
             del self._of_group[member.group], self._hosts_of[member.group]
 
-    def _changed(self, host: str, names: Iterable[str]) -> None:
-        self._hosts[host].changed.update(dict.fromkeys(names))
+    def _changed(self, hosts: Iterable[str], names: Iterable[str]) -> None:
+        """A host that knows nothing yet is told all anyway. At the start of a controller that is every host: then
+        nothing is kept for each pair of a VM and a host of its user."""
+        for host in hosts if self._hosts else ():
+            known = self._hosts.get(host)
+            if known is not None and (known.run is not None or known.is_busy):
+                known.changed.update(dict.fromkeys(names))
 
     def _told_of(self, host: str, name: str) -> Member | None:
         member = self._members.get(name)

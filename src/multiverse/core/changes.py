@@ -17,7 +17,7 @@ from multiverse.core.capacity.sizes import template_claim
 from multiverse.core.clones.kinds import build_template
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, MultiverseError, Refused
-from multiverse.core.machines.attempt import no_checkpoint, not_saved, return_attempt
+from multiverse.core.machines.attempt import begin_grace, no_checkpoint, not_saved, return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
 from multiverse.core.machines.saved import (
@@ -431,8 +431,11 @@ def _note_failed_start(
 
 
 def _note_success(state: State, row: Row | None, done: Done) -> None:
-    """What no observation shows: that a machine is off, and how far apart the VMs of a job were frozen."""
+    """What no observation shows: that a machine is off, how far apart the VMs of a job were frozen, and that a job was
+    told to end."""
     match row:
+        case Attempt(state=AttemptState.WARNED, warned=False) if done.kind is EffectKind.WARN:
+            state.move(begin_grace(row, state.now))
         case KnownHost(state=HostState.FENCING) if done.kind is EffectKind.FENCE and done.state == row.state:
             fence(state, row, Why.COMMAND_OFF(host=row.name))
         case Saved() if done.kind is EffectKind.FREEZE and done.stages:

@@ -355,6 +355,10 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ALLOCATED:
             later = (*_of_its_saves(context, attempt), *_of_its_checkpoints(context, attempt), *_evictions(attempt))
             return [_running(context, attempt, where, time), *later, _chosen(attempt, vms)]
+        case A.WARNED:
+            return [Why.IS_WARNED(attempt.reason, time=time), _chosen(attempt, vms)]
+        case A.PREEMPTING:
+            return [Why.IS_PREEMPTED(attempt.reason), _chosen(attempt, vms)]
         case A.RETURNING:
             return [Why.GOING_BACK(attempt.reason, time=time)]
         case A.REVOKING:
@@ -363,14 +367,20 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
             return [Why.RELEASING(time=time, vms=len(vms))]
 
 
+_LEFT_BY = {"move": Why.WAS_MOVED, "save": Why.WAS_SAVED, "requeue": Why.WAS_REQUEUED, "cancel": Why.WAS_REQUEUED}
+
+
 def _evictions(attempt: Attempt) -> list[Reason | None]:
     """How often a running job has left a host, and why it did so last."""
     gone = [one for one in attempt.evictions if one.took is not None]
     if not gone:
         return []
     last = gone[-1]
-    kind = Why.WAS_MOVED if last.way == "move" else Why.WAS_SAVED
-    return [kind(last.why, host=last.host, at=last.at, took=last.took, times=len(gone) if len(gone) > 1 else None)]
+    return [
+        _LEFT_BY[last.way](
+            last.why, host=last.host, at=last.at, took=last.took, times=len(gone) if len(gone) > 1 else None
+        )
+    ]
 
 
 def is_being_evicted(state: State, attempt: Attempt) -> bool:
@@ -378,6 +388,8 @@ def is_being_evicted(state: State, attempt: Attempt) -> bool:
     last = attempt.evictions[-1] if attempt.evictions else None
     if last is None or last.took is not None:
         return False
+    if attempt.preempted:
+        return True
     if last.way == "move":
         return any(vm.state in MOVING_STATES for vm in state.vms_of(attempt))
     return any(not one.checkpoint for one in state.saved_of_job(attempt.job.job_id))

@@ -173,8 +173,10 @@ def _row_of(context: Context, vm: Vm, job: Job, asked: Reason) -> Saved:
 
 def with_its_state(state: State, attempt: Attempt, why: Reason | None) -> Reason | None:
     """Why a job waits; of a saved one since when it is saved, for which other job or why else if it was evicted, and
-    where its state is, before that."""
+    where its state is, before that. Likewise of one that was queued again for another job."""
     saved = state.saved_for(attempt.job)
+    if saved is None and why is not None and (eviction := attempt.preempted) is not None:
+        return Why.REQUEUED_SINCE(eviction.why, at=eviction.at).also(why)
     if saved is None or why is None:
         return why
     cause, job, by = why_evicted(saved), "", None

@@ -80,8 +80,9 @@ class State(LiveRows):
             -1,
             0.0,
         )  # nothing could go ahead: count of changes, first attempt, until
-        # The attempt for which no eviction could begin, and until when it is not looked at again.
-        self.looked_for_room: tuple[int | None, float] = (None, 0.0)
+        # The attempt for which evictions were planned last, until when it is not looked at again, and how many running
+        # jobs are passed over then.
+        self.looked_for_room: tuple[int | None, float, int] = (None, 0.0, 0)
         self.held_back: dict[str, list[Step]] = {}  # evictions that a limit holds back, by method
         self.placement_faults: dict[str, str] = {}  # by the name of a placement policy, why it was passed over last
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for

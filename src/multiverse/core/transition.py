@@ -47,6 +47,8 @@ class Event(StrEnum):
     REPLACED = "replaced"
     ALL_JOINED = "all joined"
     RUNS = "runs"
+    PREEMPTED = "preempted"  # the run of its job is to end for another job
+    GRACE_OVER = "grace over"
     PIN_EXPIRED = "pin expired"
     GAVE_UP = "gave up"
     ENDED = "ended"
@@ -208,6 +210,8 @@ class EffectKind(StrEnum):
     REQUEUE = "requeue", _SOON
     REVOKE = "revoke", _SOON
     HOLD = "hold", _SOON  # hold the job, which its user may release
+    WARN = "warn", _SOON  # tell the processes of the job to end
+    PREEMPT = "preempt", _SOON  # end the run of the job, and queue it again or cancel it
     RESTORE = "restore", _SOON  # put the job back into the partition that it was moved from
     CREATE = "create", _SOURCE
     START = "start", _SOON | _SOURCE

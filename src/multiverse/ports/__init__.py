@@ -26,6 +26,7 @@ from multiverse.ports.scheduler import (
     Offers,
     Overflow,
     Parts,
+    Preempting,
     Reports,
     Saving,
     Scheduler,

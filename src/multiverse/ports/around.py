@@ -11,7 +11,7 @@ T = TypeVar("T")
 Make = Callable[..., Coroutine[Any, Any, Any]]
 
 ABILITIES = frozenset({"offers", "submission", "parts", "leases", "overflow", "saving", "templates", "users", "saves",
-                       "moves", "sleeps", "standing_in"})  # fmt: skip
+                       "moves", "sleeps", "standing_in", "preempting"})  # fmt: skip
 """The attributes of ports that are ports themselves, or None."""
 
 

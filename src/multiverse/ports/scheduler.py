@@ -49,6 +49,10 @@ class Scheduler(Protocol):
     def standing_in(self) -> StandingIn | None:
         """Says what answers in place of a node that sleeps; None if the scheduler lets no node sleep."""
 
+    @property
+    def preempting(self) -> Preempting | None:
+        """Ends runs for other jobs; None if the scheduler preempts no jobs."""
+
     async def observe(self) -> SchedulerView:
         """All jobs of our partitions, those that overflow, and all nodes of our site. Raises `Unknown`."""
 
@@ -191,6 +195,19 @@ class StandingIn(Protocol):
     async def keep_time(self, job: JobRef, left: float) -> None:
         """Let a running job have about `left` seconds from now on before its time limit is over, or more, in whole
         minutes. Nothing is done for a job that does not run."""
+
+
+class Preempting(Protocol):
+    """Ends the run of a job for another one, as the scheduler does to a job that it preempts."""
+
+    async def warn(self, job: JobRef, text: str) -> None:
+        """Tell the processes of a running job to end, as the scheduler does when the grace time begins, and its user
+        `text`. Nothing is done if `text` was told before; `Stale` for a job that does not run."""
+
+    async def preempt(self, job: JobRef, *, requeue: bool, text: str) -> None:
+        """End the run of a job, and tell its user `text`. The job is queued again, at the gate, if it is to `requeue`
+        and the scheduler allows that, and otherwise cancelled. Nothing is done for a job that is queued again already;
+        `Stale` for one that does not run."""
 
 
 class Leases(Protocol):

@@ -267,7 +267,8 @@ def _todo_of_leased(lease: Lease, state: str) -> str:
 def eviction_view(step: Step, epoch: float) -> EvictionView:
     job, vm, held = step.attempt.job.job_id, step.vm, str(step.held or "")
     since = round(epoch + step.held_since, 1) if step.held else None
-    return EvictionView(step.method, job, vm.name, vm.host, step.to, step.memory, str(step.why), held, since)
+    why = str(step.why)
+    return EvictionView(step.method, job, vm.name, vm.host, step.to, step.memory, why, held, since, step.ends)
 
 
 def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:

@@ -117,6 +117,8 @@ class Evictions:
             self._begin(row.key, "move", cause_of(change.reason.because[0]), now)
         elif event is Event.ASKED and isinstance(row, Saved):
             self._begin(row.key, "save", cause_of(row.asked), now)
+        elif event is Event.PREEMPTED and isinstance(row, Attempt) and row.preempted is not None:
+            self._begin(row.key, row.preempted.way, cause_of(row.preempted.why), now)
         elif row.key in self._under_way and row.state not in (VmState.MOVING, *UNWRITTEN):
             kind = self._under_way.pop(row.key)
             if event in _GIVEN_UP and (change.reason is None or change.reason.kind not in _JOB_OVER):

@@ -144,14 +144,16 @@ async function ask(address) {
   }
 }
 
+const ENDED = { requeue: "queued again", cancel: "cancelled" }; // evictions by which the run of the job ended
+
 // When the job left a host, or was to, and why.
 function evicted(evictions) {
   if (!evictions.length) return null;
   return h("details", {}, h("summary", {}, `Evicted ${evictions.length === 1 ? "once" : `${evictions.length} times`}`),
     h("ul", { class: "events considered" }, evictions.toReversed().map((one) => {
-      const went = one.took !== null ? `in ${duration(one.took)}` : one.under_way ? "and has yet to go on" : "but stayed";
+      const went = one.took !== null ? `in ${duration(one.took)}` : one.under_way ? "and has yet to go on" : one.way in ENDED ? "and has ended" : "but stayed";
       return h("li", {}, h("time", {}, new Date(one.at * 1000).toLocaleString()),
-        h("span", {}, `${one.way === "move" ? "moved" : "saved"} from ${one.host} ${went}, ${memory(one.memory)}`), h("small", {}, one.reason));
+        h("span", {}, `${ENDED[one.way] ?? { move: "moved", save: "saved" }[one.way]} from ${one.host} ${went}, ${memory(one.memory)}`), h("small", {}, one.reason));
     })));
 }
 

@@ -76,14 +76,14 @@ function underWay() {
   return [...store.jobs.values()].filter((job) => job.evictions.at(-1)?.under_way && job.stage !== "waiting").map((job) => {
     const { way, at, host, memory: mib, reason } = job.evictions.at(-1);
     const target = way === "move" ? job.vms.map((name) => store.vms.get(name)?.other_host).find(Boolean) : "";
-    return { word: way === "move" ? "Moving" : "Saving", look: way === "move" ? "running" : "ending", job: job.job_id,
+    return { word: { move: "Moving", save: "Saving" }[way] ?? "Ending", look: way === "move" ? "running" : "ending", job: job.job_id,
              where: target ? `${host} → ${target}` : host, mib, since: at, reason };
   });
 }
 
 function heldBack() {
   return [...store.evictions.values()].map((one) => ({
-    word: "Held back", look: "waiting", job: one.job_id, where: one.target ? `${one.host} → ${one.target}` : `${one.host}, to be saved`,
+    word: "Held back", look: "waiting", job: one.job_id, where: one.target ? `${one.host} → ${one.target}` : `${one.host}, to be ${one.ends ? "ended" : "saved"}`,
     mib: one.memory, since: one.held_since, reason: one.reason, limit: one.held,
   }));
 }

@@ -9,7 +9,9 @@ the first job. Each host is a source of its own. Measured are
 - the same where every object is another one and equal,
 - a pass for which a single host was observed anew,
 - a pass in which one job has ended,
-- the baseline: a pass that looks at every row, as if all had changed.
+- the baseline: a pass that looks at every row, as if all had changed,
+- with `candidates`, a pass in which evictions for the first job are planned among so many running jobs. All other
+  passes are without evictions. The baseline of this one is the pass for which a single host was observed anew.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -28,6 +30,7 @@ from typing import Any, cast
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.eviction import Method
 from multiverse.core.model.host import Claim, Host, HypervisorView
 from multiverse.core.model.identity import User
 from multiverse.core.model.job import (
@@ -38,9 +41,11 @@ from multiverse.core.model.job import (
     JobState,
     Node,
     NodeState,
+    Preemption,
     Request,
     SchedulerView,
 )
+from multiverse.core.model.saved import Storage
 from multiverse.core.model.vm import (
     Place,
     Template,
@@ -58,12 +63,14 @@ from multiverse.core.transition import Change, Event, Move
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.store import Store
 from multiverse_lab.bench.stats import Summary, summary
+from multiverse_lab.simulation.generate_moving import KIND
 
 VMS_PER_HOST = 50
 REQUESTS = (Size(1, 100), Size(1, 1000), Size(2, 500), Size(4, 2000))
 BASE = Size(Settings().qemu.base_cpus, Settings().qemu.base_memory)
 DAY = 86400
 ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory"})
+URGENT_VMS = 32  # of the job for which others are evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,8 @@ class PassTimes:
     equal: Summary
     one_ended: Summary
     all_rows: Summary
+    candidates: int = field(default=0, kw_only=True)  # running jobs that may be evicted
+    evicting: Summary | None = field(default=None, kw_only=True)  # None: there are none
 
 
 class MonotonicClock:
@@ -100,6 +109,7 @@ class Endless:
 
     def __init__(self, name: str = "", hosts: Iterable[str] = ()) -> None:
         self.name, self.hosts, self.sources = name, (), [Endless(host) for host in hosts]
+        self.saves = self.saving = self  # jobs are being saved for ever
 
     def __getattr__(self, _name: str) -> Callable[..., Any]:
         async def call(*_arguments: object) -> None:
@@ -111,11 +121,12 @@ class Endless:
 class BlockedCluster:
     """The rows and the observations of a cluster with a blocked queue."""
 
-    def __init__(self, jobs: int, vms: int, per_host: int = VMS_PER_HOST) -> None:
+    def __init__(self, jobs: int, vms: int, per_host: int = VMS_PER_HOST, candidates: int = 0) -> None:
         self.per_host = per_host
+        storage, moves = (Storage("shared", "qemu"), KIND) if candidates else (None, None)
         self.hosts = {
             name: Host(name, Size(per_host, 512 * per_host, 1 << 20), frozenset({"instant"}),
-                       images={"slim": ABILITIES})
+                       images={"slim": ABILITIES}, storage=storage, moves=moves)
             for name in (f"h{n}" for n in range(max(1, -(-vms // per_host))))
         }  # fmt: skip
         self.began = time.time()
@@ -126,6 +137,7 @@ class BlockedCluster:
             job = Job(JobRef(str(number), 500), "job", 1000, JobState.PENDING, request, rank=number,
                       eligible=number % 2 == 0, held=number % 2 == 1, limit=7200.0)  # fmt: skip
             self.jobs[job.ref.job_id] = job
+        self.preemption = self._rank(vms, candidates) if candidates else None
         self.nodes = {vm.name: Node(vm.name, NodeState.BUSY) for _, vm, _ in self.running}
         self.vms: dict[str, dict[str, VmSeen]] = {host: {} for host in self.hosts}
         for _, vm, _ in self.running:
@@ -146,6 +158,17 @@ class BlockedCluster:
                   limit=DAY, ends=self.began + 3600 + number * 7919 % DAY)  # fmt: skip
         return attempt, vm, job
 
+    def _rank(self, vms: int, candidates: int) -> Preemption:
+        """Let the first job that waits preempt so many of the running ones, all over the hosts. It needs several."""
+        for number in range(1, vms + 1):
+            low = number * candidates // vms > (number - 1) * candidates // vms
+            job = self.jobs[str(number)]
+            self.jobs[str(number)] = job._replace(preempt_class="low" if low else "normal", script_node=job.nodes[0])
+        first = next(job for job in self.jobs.values() if job.eligible and job.state is JobState.PENDING)
+        urgent = first._replace(request=Request(min(URGENT_VMS, candidates), Size(1, 200)), preempt_class="high")
+        self.jobs[first.ref.job_id] = urgent
+        return Preemption({"high": frozenset({"low"})}, exempt={}, modes={"low": "requeue"}, grace={})
+
     def moves(self) -> Iterator[Move]:
         """The moves that make the rows, however they came about."""
         for number, host in enumerate(self.hosts, 1):
@@ -157,7 +180,7 @@ class BlockedCluster:
 
     def scheduler(self) -> SchedulerView:
         """A new observation, of the same objects."""
-        return SchedulerView(dict(self.jobs), dict(self.nodes), dict(self.limits))
+        return SchedulerView(dict(self.jobs), dict(self.nodes), dict(self.limits), preemption=self.preemption)
 
     def source(self, host: str) -> HypervisorView:
         """A new observation of one host, of the same objects."""
@@ -221,6 +244,19 @@ class Passes:
             raise RuntimeError(f"a pass was not committed: {self.controller.uncommitted}")
         return (time.perf_counter() - began) * 1000
 
+    def timed_plan(self) -> float:
+        """Milliseconds of a pass after a new observation of one host, in which evictions are planned. Only one begins,
+        and none ends: so each plan is as long as the one before."""
+        controller, usual = self.controller, self.controller.policy
+        controller.policy = replace(usual, evict_preemption=True, evict_at_once=1)
+        controller.state.looked_for_room = (None, 0.0, 0)
+        self.observe_host("h0")
+        taken = self.timed_pass()
+        controller.policy = usual
+        if not controller.state.held_back[Method.PREEMPTION]:
+            raise RuntimeError("no eviction was planned")
+        return taken
+
     def look_at_all(self) -> None:
         """Mark every row, as if all had changed."""
         state = self.controller.state
@@ -232,9 +268,11 @@ class Passes:
         state.queue.jobs = {}
 
 
-async def measure(jobs: int, vms: int, repetitions: int = 9, per_host: int = VMS_PER_HOST) -> PassTimes:
-    """Measure passes with so many queued jobs and so many VMs."""
-    cluster = BlockedCluster(jobs, vms, per_host)
+async def measure(
+    jobs: int, vms: int, repetitions: int = 9, per_host: int = VMS_PER_HOST, candidates: int = 0
+) -> PassTimes:
+    """Measure passes with so many queued jobs and so many VMs, of which so many jobs are `candidates` for evictions."""
+    cluster = BlockedCluster(jobs, vms, per_host, candidates)
     with tempfile.TemporaryDirectory(prefix="mvbench-") as directory:
         store = Store(
             Path(directory) / "multiverse.db", MonotonicClock(), site="bench", tables=cast(Any, UncheckedTables())
@@ -243,6 +281,7 @@ async def measure(jobs: int, vms: int, repetitions: int = 9, per_host: int = VMS
             for move in cluster.moves():
                 tx.apply(move)
         passes = Passes(cluster, store)
+        passes.controller.policy = replace(passes.controller.policy, evict_preemption=False)
         for _ in range(3):
             passes.timed()  # opens the attempts, and lets all rows come to rest
         gc.freeze()
@@ -259,8 +298,10 @@ async def measure(jobs: int, vms: int, repetitions: int = 9, per_host: int = VMS
             passes.look_at_all()
             everything.append(passes.timed())
             passes.timed()
+        plans = [passes.timed_plan() for _ in range(1 + repetitions)][1:] if candidates else []
         await passes.controller.close()
         store.close()
         gc.unfreeze()
     found = [summary(samples) for samples in (one_host, unchanged, equal, ended, everything)]
-    return PassTimes(jobs, vms, len(cluster.hosts), *cast(list[Summary], found))
+    times = PassTimes(jobs, vms, len(cluster.hosts), *cast(list[Summary], found))
+    return replace(times, candidates=candidates, evicting=summary(plans)) if plans else times

@@ -281,17 +281,20 @@ def _ratios(found: Mapping[str, Any]) -> str:
 
 
 def _planner(run: BenchmarkRun) -> Table:
+    evicts = all(one.get("evicting") for one in run.result)
     rows = [
         (
             f"{one['vms']:,}",
             f"{one['jobs']:,}",
             *(_interval(one[which], "ms", 1) for which in ("one_host", "unchanged", "one_ended", "all_rows")),
             _number(one["all_rows"]["p50"] / one["one_ended"]["p50"], "", 1),
+            *((f"{one['candidates']:,}", _interval(one["evicting"], "ms", 1)) if evicts else ()),
         )
         for one in run.result
     ]
     heads = ("VMs", "queued jobs", "one host observed", "nothing changed", "one job ended", "a pass over all rows")
-    return (*heads, "× one job ended"), rows
+    evicting = ("candidates", "one host observed, and evictions planned") if evicts else ()
+    return (*heads, "× one job ended", *evicting), rows
 
 
 def _submissions(run: BenchmarkRun) -> Table:

@@ -304,6 +304,31 @@ class Cluster:
         job.run_seconds = math.inf
         job.held |= hold
 
+    def warn(self, job: JobRecord) -> None:
+        """Tell the processes of a job whose place is taken to end. They do not listen."""
+        job.warned = self._loop.time() if job.warned is None else job.warned
+
+    def preempt(self, job: JobRecord, *, requeue: bool) -> None:
+        """The controller ends the run of a job for another one: as it must, by the rules that are shown to it."""
+        rules, now, own = self.settings.preemption, self._loop.time(), job.batch.preempt_class
+        mode = rules.modes.get(own, "") if rules is not None else ""
+        grace, exempt = (rules.grace.get(own, 0.0), rules.exempt.get(own, 0.0)) if rules is not None else (0.0, 0.0)
+        wrong = {
+            f"although its mode is {mode or 'off'}": mode not in ("requeue", "cancel"),
+            "for no job that may": not any(rules and own in rules.takes.get(one.batch.preempt_class, ())
+                                           for one in self.history),
+            "but not as its mode says": requeue != (mode == "requeue" and job.batch.requeue),
+            "before its grace time was over": grace > 0 and (job.warned is None or now - job.warned < grace),
+            "in its exempt time": not job.suspended and now - job.started < exempt,
+        }  # fmt: skip
+        self.violations += [f"job {job.job_id} was preempted {how}" for how, is_so in wrong.items() if is_so]
+        job.by_controller, job.preempted = True, job.preempted + 1
+        if requeue and job.batch.requeue:
+            self.requeue(job.job_id)
+        else:
+            self._stop(job, "CANCELLED")
+        job.run_seconds = math.inf
+
     def _be_killed(self, kept: KeptRun) -> None:
         """slurmctld is killed before it has kept that it queued a job again, and is started again."""
         if not self.up or not kept.may_be_latest:
@@ -752,6 +777,7 @@ class Cluster:
                 f"job {job.job_id} started {job.not_before - now:.1f} s before slurmctld's delay was over"
             )
         job.busy, job.started, job.by_controller = list(job.nodes), now, False
+        job.warned = None
         # slurmctld starts a job again on the VMs that it has until the controller has seen the first start fail.
         guests = tuple(node.guest for node in nodes)
         if guests == job.placed:

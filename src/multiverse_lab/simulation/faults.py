@@ -105,6 +105,8 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "check_script"): "s24",
     ("scheduler", "stand_in"): "s25",
     ("scheduler", "keep_time"): "s26",
+    ("scheduler", "warn"): "s27",
+    ("scheduler", "preempt"): "s28",
 }
 """Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
 a method has been renamed. An id never changes and is never given to another method."""

@@ -23,15 +23,24 @@ RULES = Preemption(
 
 def evicting(seed: int) -> Scenario:
     """The scenario of jobs that are saved and resumed, on hosts between which most VMs also move, with more jobs than
-    the hosts hold. Jobs of two classes come that may preempt those of a lower one. Operators drain hosts with all
-    ways to leave them where hosts have agents. The limits of evictions are small in most scenarios."""
+    the hosts hold. Jobs of two classes come that may preempt those of a lower one. Where hosts have no storage, or jobs
+    are not to be queued again, runs end as the scheduler's modes say. Operators drain hosts with all ways to leave them
+    where hosts have agents. The limits of evictions are small in most scenarios."""
     rng = Random(f"{seed}/evicting")
     scenario = saving(seed)
     moves = rng.random() < 0.8
     hosts = tuple(replace(one, moves=KIND if moves and rng.random() < 0.9 else None) for one in scenario.world.hosts)
+    if rng.random() < 0.4:
+        hosts = tuple(replace(one, storage=None, copies=None) if rng.random() < 0.7 else one for one in hosts)
     low = tuple(_of_class(one, rng.choice(("low", "low", "normal")), rng) for one in scenario.arrivals)
     more = tuple(_arrival(rng, rng.choice(("low", "low", "normal", "high", "high"))) for _ in range(rng.randint(2, 8)))
-    cluster = replace(scenario.world.cluster, preemption=replace(RULES, exempt=rng.choice(({}, RULES.exempt))))
+    rules = replace(
+        RULES,
+        exempt=rng.choice(({}, RULES.exempt)),
+        modes=rng.choice((RULES.modes, RULES.modes, {"low": "suspend", "normal": "requeue"})),
+        grace=rng.choice(({}, {"low": 15.0, "normal": 5.0})),
+    )
+    cluster = replace(scenario.world.cluster, preemption=rules)
     rebalance = RebalanceSettings(
         at_once=rng.choice((1, 2, 8)), bandwidth=rng.choice((0, 0, 0, 5)), per_job=rng.choice((1, 2, 6))
     )
@@ -61,5 +70,6 @@ def _arrival(rng: Random, name: str) -> Arrival:
         nodes=rng.choice((1, 1, 1, 1, 2)),
         size=rng.choice((Size(1, 64), Size(2, 500), Size(2, 900))),
         limit=rng.choice((None, seconds + 30.0)),
+        requeue=rng.random() < 0.8,
     )
     return Arrival(rng.uniform(0.5, 90.0), _prioritized(batch, name, rng))

@@ -52,6 +52,7 @@ class SimulatedGrid(SimulatedScheduler):
     overflow = None
     saving = None
     standing_in = None
+    preempting = None
 
     def _view(self) -> SchedulerView:
         return replace(super()._view(), offers=None)

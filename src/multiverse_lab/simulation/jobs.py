@@ -29,7 +29,7 @@ class Batch:
     empty where all accounts share them. `placement` names the policy that places its VMs. A run is ended after `limit`
     seconds (None: it has no limit). `save` says that the job is to be saved ahead of that, and how long ahead. `origin`
     is the partition of physical nodes that it is submitted to; empty for the gate. `preempt_class` is its class in the
-    cluster's `Preemption`.
+    cluster's `Preemption`. An `interactive` job has no script that the scheduler could start again.
     """
 
     name: str = "job"
@@ -58,6 +58,7 @@ class Batch:
     save: SaveWish | None = None
     checkpoint: CheckpointWish | None = None
     preempt_class: str = ""
+    interactive: bool = False
 
 
 @dataclass(eq=False)
@@ -95,6 +96,8 @@ class JobRecord:
     remark: str = ""  # the text of others beside that
     array: str = ""  # the id of its array, if it is a task of one
     by_user: bool = False  # cancelled by its user
+    warned: float | None = None  # when the run was told to end, as its place is taken
+    preempted: int = 0  # runs that the controller ended for another job
     revoked: str = ""  # the controller's reason for cancelling it
     cancelled: float = 0.0  # when the controller cancelled it
     changed: tuple[float, Batch] | None = None  # when its user changed it last, and its request before that
@@ -176,6 +179,7 @@ class JobRecord:
             ends=ends,
             deadline=None if ends is None else ends - KILL_WAIT,
             script_node=self.nodes[0] if self.nodes and not pending else "",
+            batch=not batch.interactive,
             requeues=batch.requeue,
             origin=batch.origin,
             at_origin=self.at_origin,

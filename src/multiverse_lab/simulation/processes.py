@@ -6,6 +6,7 @@ execute work twice, or leave work out.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from multiverse.core.model.identity import Identity
@@ -102,7 +103,8 @@ class Ledger:
             if one.completed and abs(one.computed - one.job.batch.seconds) > _EQUAL
         ]
         if not disturbed:
-            numbers = [one.job.number for one in self.every]
-            again = sorted({one.job.job_id for one in self.every if numbers.count(one.job.number) > 1})
+            begun = Counter(one.job.number for one in self.every)
+            jobs = [one.job for one in self.every]
+            again = sorted({job.job_id for job in jobs if begun[job.number] > 1 + job.preempted})
             found += [f"the script of job {job_id} began again, and nothing had gone wrong" for job_id in again]
         return found

@@ -281,14 +281,14 @@ def is_disturbed(scenario: Scenario) -> bool:
 def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) -> list[str]:
     """Jobs that the controller cancelled for a reason that was not true.
 
-    Jobs whose run was ended by the controller are checked when that happens: see `Machines.destroy` and
-    `Cluster.stopped_by_controller`."""
+    Jobs whose run was ended by the controller are checked when that happens: see `Machines.destroy`,
+    `Cluster.stopped_by_controller` and `Cluster.preempt`."""
     found = []
     disturbed = is_disturbed(scenario)
     removed = _may_lose_hosts(scenario)
     boots = {image.name: image.boots for image in scenario.world.images}
     for job in history:
-        if job.result != "CANCELLED" or job.by_user:
+        if job.result != "CANCELLED" or job.by_user or (job.preempted and not job.revoked):
             continue
         if job.batch.origin:
             found.append(f"job {job.job_id} of partition {job.batch.origin} was cancelled by us: {job.revoked!r}")

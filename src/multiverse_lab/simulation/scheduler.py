@@ -253,6 +253,41 @@ class SimulatedStandingIn:
         await self._slurm.reply()
 
 
+class SimulatedPreempting:
+    """`ports.Preempting`, as `drivers.slurm.acting.preempting` does it."""
+
+    def __init__(self, slurm: SimulatedSlurm) -> None:
+        self._slurm, self._cluster = slurm, slurm.cluster
+
+    async def warn(self, job: JobRef, text: str) -> None:
+        await self._slurm.reach()
+        record = self._slurm.reread(job)
+        self._check_live(record)
+        if text not in record.told:
+            self._cluster.warn(record)
+            record.tell(text)
+        await self._slurm.reply()
+
+    async def preempt(self, job: JobRef, *, requeue: bool, text: str) -> None:
+        """Two commands: between them a job that is queued again is not at the gate yet."""
+        await self._slurm.reach()
+        record = self._slurm.reread(job)
+        if not (record.state is JobState.COMPLETING and record.again):
+            self._check_live(record)
+            record.tell(text)
+            self._cluster.preempt(record, requeue=requeue)
+        await self._slurm.reply()
+        await self._slurm.reach()
+        if record.job_id in self._cluster.jobs and record.again:
+            record.unpin()
+        await self._slurm.reply()
+
+    @staticmethod
+    def _check_live(record: JobRecord) -> None:
+        if record.state not in LIVE:
+            raise Stale(f"job {record.job_id} is {record.state}")
+
+
 class SimulatedSlurm(SimulatedScheduler):
     """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
 
@@ -269,6 +304,7 @@ class SimulatedSlurm(SimulatedScheduler):
         self._image, self._pilots = image or ImageSettings(), pilots
         self._drained: dict[str, float] = {}  # nodes that are to be deleted, and since when they are drained
         self.saving, self.standing_in = SimulatedSaving(self), SimulatedStandingIn(self)
+        self.preempting = SimulatedPreempting(self)
 
     @property
     def offers(self) -> SimulatedSlurm:

@@ -79,7 +79,8 @@ def frees_by(context: Context, vm: Vm) -> float:
         return inf
     if attempt is not None:
         if attempt.state in ENDING_STATES:
-            return expected(context.unix(attempt.since) + 2 * reclaim, now)
+            grace = attempt.grace if attempt.state is A.WARNED else 0.0
+            return expected(context.unix(attempt.since) + grace + 2 * reclaim, now)
         return ends_by(context, attempt) + reclaim
     if vm.is_spare and state.offer_of(vm) is not OfferState.TAKEN:
         return now + reclaim

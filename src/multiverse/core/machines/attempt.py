@@ -15,10 +15,12 @@ from multiverse.core.model.job import (
     ENDING_STATES,
     MOST_SHORT_RUNS,
     PINNED_STATES,
+    PREEMPTED_STATES,
     SHORT_RUN,
     WAITING_STATES,
     Attempt,
     AttemptState,
+    Eviction,
     Job,
     JobRef,
     JobState,
@@ -26,6 +28,7 @@ from multiverse.core.model.job import (
     Request,
     SchedulerView,
     first_keeping,
+    went_on,
 )
 from multiverse.core.model.reason import Reason, Why, said, text_of
 from multiverse.core.model.saved import COMPLETE, HOLDS_VM, WAITS_FOR_RUN, Saved
@@ -41,7 +44,8 @@ A = AttemptState
 # --- table -----------------------------------------------------------------------------------------
 
 _MAKING = (A.CLAIMED, A.SPAWNING)
-_LIVE = (*WAITING_STATES, *_MAKING, *PINNED_STATES, A.ALLOCATED)
+_RUNNING = (A.ALLOCATED, *PREEMPTED_STATES)
+_LIVE = (*WAITING_STATES, *_MAKING, *PINNED_STATES, *_RUNNING)
 
 ATTEMPT: tuple[Transition, ...] = (
     *transitions([None], Event.SUBMITTED, A.QUEUED, A.UNGATED, A.HOLDING),
@@ -59,8 +63,10 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions(_MAKING, Event.GAVE_UP, A.RETURNING, A.REVOKING),
     *transitions(PINNED_STATES, Event.GAVE_UP, A.RETURNING),
     *transitions(PINNED_STATES, Event.PIN_EXPIRED, A.RETURNING),
-    *transitions([*_MAKING, *PINNED_STATES, A.ALLOCATED], Event.CHANGED, A.RETURNING),
-    *transitions([*PINNED_STATES, A.ALLOCATED], Event.ENDED, A.RECLAIMING),
+    *transitions([A.ALLOCATED], Event.PREEMPTED, *PREEMPTED_STATES),
+    *transitions([A.WARNED], Event.GRACE_OVER, A.PREEMPTING),
+    *transitions([*_MAKING, *PINNED_STATES, *_RUNNING], Event.CHANGED, A.RETURNING),
+    *transitions([*PINNED_STATES, *_RUNNING], Event.ENDED, A.RECLAIMING),
     *transitions([*WAITING_STATES, *_MAKING, *PINNED_STATES], Event.CANCELLED, A.RECLAIMING),
     *transitions(_LIVE, Event.RESTARTED, A.RECLAIMING),
     *transitions([A.RETURNING], Event.RETURNED, A.RECLAIMING),
@@ -70,14 +76,16 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.REVOKING], Event.CANCELLED, A.RECLAIMING),
     *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *unchanged(_MAKING, Event.REPLACED),
-    *unchanged([A.QUEUED, A.UNGATED, A.RESTORING, A.HOLDING, *_MAKING, A.ALLOCATED, A.RECLAIMING], Event.NOTED),
+    *unchanged(
+        [A.QUEUED, A.UNGATED, A.RESTORING, A.HOLDING, *_MAKING, A.ALLOCATED, A.WARNED, A.RECLAIMING], Event.NOTED
+    ),
     *unchanged([A.QUEUED], Event.OVERTAKEN),
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
 
 AWAITED_ATTEMPTS = {
-    **dict.fromkeys((A.SPAWNED, A.ADDING_USER, A.RETURNING, A.REVOKING), Awaiting.AFTER_EFFECT),
+    **dict.fromkeys((A.SPAWNED, A.ADDING_USER, A.PREEMPTING, A.RETURNING, A.REVOKING), Awaiting.AFTER_EFFECT),
     A.RECLAIMING: Awaiting.AT_ONCE,
 }
 """In which states the scheduler is read for the attempt's job, and for the nodes of its VMs."""
@@ -96,6 +104,19 @@ def admit_attempt(attempt: Attempt, choice: Reason) -> Change:
 def evict_job(attempt: Attempt, why: Reason) -> Change:
     """Its job begins to leave its host, as its last eviction tells."""
     return Change(attempt, Event.NOTED, why)
+
+
+def preempt_job(attempt: Attempt, eviction: Eviction, grace: float) -> Change:
+    """The run of its job ends for another one, after `grace` seconds in which the job may end by itself."""
+    state = A.WARNED if grace else A.PREEMPTING
+    ending = replace(attempt.with_eviction(eviction), state=state, grace=grace, reason=eviction.why, note=None)
+    return Change(ending, Event.PREEMPTED, eviction.why)
+
+
+def begin_grace(attempt: Attempt, now: float) -> Change:
+    """The processes of its job were told to end: from now on the grace time runs."""
+    late = now - attempt.since
+    return Change(replace(attempt, warned=True, grace=attempt.grace + late), Event.NOTED, attempt.reason)
 
 
 def captured(attempt: Attempt, at: float, why: Reason) -> Change:
@@ -321,7 +342,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
     if attempt.quarantined and status not in _OVER:
         return
     seen = Sighting(status, job, view, began)
-    if attempt.state in ENDING_STATES:
+    if attempt.state in ENDING_STATES and attempt.state not in PREEMPTED_STATES:
         _step_ending(state, attempt, seen, world, policy)
     elif not _step_if_over(state, attempt, seen, world):
         match attempt.state:
@@ -332,7 +353,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
             case A.SPAWNED | A.ADDING_USER:
                 _step_pinned(state, attempt, seen, world, policy)
             case _:
-                _step_allocated(state, attempt, seen)
+                _step_running(state, attempt, seen)
 
 
 def attempt_is_settled(attempt: Attempt, world: World) -> bool:
@@ -363,7 +384,7 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
         return True
     if seen.status in (JobStatus.ENDED, JobStatus.UNSEEN):
         result = seen.job.result if seen.job else ""
-        ran = attempt.state is A.ALLOCATED or (attempt.state in PINNED_STATES and result != "CANCELLED")
+        ran = attempt.state in _RUNNING or (attempt.state in PINNED_STATES and result != "CANCELLED")
         why = (Why.RESULT(word=result) if result else None) if seen.job else Why.SHOWN_NO_MORE()
         outcome: Outcome = "done" if ran else "cancelled"
         state.move(reclaim_attempt(attempt, outcome, Event.ENDED if ran else Event.CANCELLED, why))
@@ -378,7 +399,7 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
 
 def _after_its_run(state: State, attempt: Attempt) -> Attempt:
     """The attempt as its job's run ends. A run that began and ended between two observations lasted for no time."""
-    if _saved_run(state, attempt) is not None:
+    if attempt.preempted or _saved_run(state, attempt) is not None:
         return attempt.ran_for(inf)  # it did not end by itself, however short it was
     if attempt.state is A.ALLOCATED:
         return attempt.ran_for(state.now - attempt.since)
@@ -390,15 +411,14 @@ def _with_cause(state: State, attempt: Attempt, job: Job) -> Attempt:
     lost = any((vm.failed and vm.reason) or vm.state is VmState.LOST for vm in state.vms_of(attempt))
     found = state.saved_for(job.ref)
     saved = found is not None and not found.checkpoint  # nobody is queued again for a checkpoint
-    ours = (
-        saved or attempt.state in (A.STRAY, A.UNGATED) or lost
-    )  # ungated: it was taken back from the nodes of the gate
+    taken_back = attempt.state in (A.STRAY, A.UNGATED)  # ungated: from the nodes of the gate
+    ours = saved or taken_back or lost or attempt.preempted is not None
     next_run = job.ref.restarts == attempt.job.restarts + 1
     return replace(attempt, caused=job.ref.restarts) if ours and next_run else attempt
 
 
 def _over(attempt: Attempt) -> Event:
-    return Event.ENDED if attempt.state is A.ALLOCATED else Event.CANCELLED
+    return Event.ENDED if attempt.state in _RUNNING else Event.CANCELLED
 
 
 def _saved_run(state: State, attempt: Attempt) -> Saved | None:
@@ -410,6 +430,8 @@ def _saved_run(state: State, attempt: Attempt) -> Saved | None:
 def _why_requeued(state: State, attempt: Attempt) -> Reason:
     if (saved := _saved_run(state, attempt)) is not None:
         return Why.IS_SAVED(saved.asked)
+    if (eviction := attempt.preempted) is not None:
+        return eviction.why
     return Why.REQUEUED(next((vm.reason for vm in state.vms_of(attempt) if vm.reason), None))
 
 
@@ -573,7 +595,8 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
                 state.move(quarantine(attempt, Why.NOT_ON_OWN(hosts=job.nodes)))
         elif not waits:  # the end of the job waits too
             joined = [vm for vm in vms if vm.state is VmState.JOINED]
-            runs = Change(replace(forget_hosts(attempt), state=A.ALLOCATED), Event.RUNS)
+            begun = forget_hosts(_runs_again(attempt, state.now + world.epoch))
+            runs = Change(replace(begun, state=A.ALLOCATED), Event.RUNS)
             state.move(runs, *map(run_job_on_vm, joined))
         return
     if _return_if_changed(state, attempt, seen, world):
@@ -587,6 +610,14 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
     elif seen.began - attempt.since > (policy.pin_timeout if job.eligible or not job.pinned else policy.held_timeout):
         why = Why.NOT_STARTED(word=job.reason or "no reason")
         state.move(return_attempt(attempt, Event.PIN_EXPIRED, why, failed=True))
+
+
+def _runs_again(attempt: Attempt, now: float) -> Attempt:
+    """The attempt as its job runs, perhaps again after its run was ended for another job. `now` is a Unix time."""
+    eviction = attempt.preempted
+    if eviction is None:
+        return attempt
+    return replace(attempt, evictions=went_on(attempt.evictions, now - eviction.at))
 
 
 def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Policy) -> bool:
@@ -614,13 +645,15 @@ def lacks_user(state: State, vm: Vm, attempt: Attempt, world: World) -> bool:
     return seen is None or attempt.uid not in seen.users_added
 
 
-def _step_allocated(state: State, attempt: Attempt, seen: Sighting) -> None:
+def _step_running(state: State, attempt: Attempt, seen: Sighting) -> None:
     if seen.status is JobStatus.COMPLETING:
         state.move(reclaim_attempt(_after_its_run(state, attempt), "done", Event.ENDED, Why.COMPLETING()))
     elif seen.status is JobStatus.PENDING:
         # Pending again with the same restart count: the launch was taken back before it counted.
         why = Why.TAKEN_BACK()
         state.move(return_attempt(_after_its_run(state, attempt), Event.CHANGED, why))
+    elif attempt.state is A.WARNED and attempt.warned and seen.began - attempt.since >= attempt.grace:
+        state.move(Change(replace(attempt, state=A.PREEMPTING), Event.GRACE_OVER, attempt.reason))
 
 
 # --- the end ---------------------------------------------------------------------------------------
@@ -737,6 +770,7 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
             caused=attempt.caused,
             short_runs=attempt.short_runs,
             failed_on=attempt.failed_on,
+            evictions=attempt.evictions,
         )
         _open(state, seen.job, again)
 
@@ -749,10 +783,13 @@ ATTEMPT_EFFECTS = {
     A.HOLDING: EffectKind.HOLD,
     A.SPAWNED: EffectKind.PIN,
     A.ADDING_USER: EffectKind.PIN,
+    A.WARNED: EffectKind.WARN,
+    A.PREEMPTING: EffectKind.PREEMPT,
     A.REVOKING: EffectKind.REVOKE,
 }
 
 
 def effect_text(attempt: Attempt) -> str:
-    texts = {EffectKind.HOLD: attempt.note, EffectKind.PIN: attempt.choice, EffectKind.REVOKE: attempt.reason}
-    return text_of(texts.get(ATTEMPT_EFFECTS[attempt.state]))
+    texts = {EffectKind.HOLD: attempt.note, EffectKind.PIN: attempt.choice}
+    ends = dict.fromkeys((EffectKind.WARN, EffectKind.PREEMPT, EffectKind.REVOKE), attempt.reason)
+    return text_of((texts | ends).get(ATTEMPT_EFFECTS[attempt.state]))

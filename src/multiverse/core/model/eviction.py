@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Literal
 
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason, Why
@@ -40,13 +41,14 @@ def cause_of(why: Reason) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One eviction: the VM of a job moves, or the job is saved."""
+    """One eviction: the VM of a job moves, or the job is saved, or else its run ends."""
 
     method: Method
     attempt: Attempt
     vm: Vm
-    to: str  # the host to which the VM moves; empty: its job is saved, with all its VMs
+    to: str  # the host to which the VM moves; empty: it does not
     why: Reason
     memory: int  # MiB to be sent
     held: Reason | None = None  # why it does not begin now, although it would help
     held_since: float = 0.0  # since when such steps for the same reason are held without a break (monotonic)
+    ends: Literal["requeue", "cancel", ""] = ""  # how the run ends; empty: it does not, the job moves or is saved

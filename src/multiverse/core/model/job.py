@@ -402,6 +402,8 @@ class AttemptState(StrEnum):
     SPAWNED = "spawned"  # its VMs have joined, and its job is being tied to them
     ADDING_USER = "adding_user"  # its job took a joined spare by itself, whose guest is to learn of the job's user
     ALLOCATED = "allocated"  # its job runs
+    WARNED = "warned"  # its job, whose place is taken, was told to end, and has its grace time for that
+    PREEMPTING = "preempting"  # its job, whose place is taken, is to be queued again or cancelled
     RETURNING = "returning"  # its job is to go back to the gate, before its VMs go
     REVOKING = "revoking"  # its job is to be cancelled, before its VMs go
     RECLAIMING = "reclaiming"  # its job is over or elsewhere, and its VMs go
@@ -424,7 +426,10 @@ WAITING_STATES = (
 PINNED_STATES = (AttemptState.SPAWNED, AttemptState.ADDING_USER)
 """The job of an attempt in one of these states is tied to its nodes, or is about to be."""
 
-ENDING_STATES = (AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING)
+PREEMPTED_STATES = (AttemptState.WARNED, AttemptState.PREEMPTING)
+"""The job of an attempt in one of these states runs, and its run is to end for another job."""
+
+ENDING_STATES = (*PREEMPTED_STATES, AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING)
 """An attempt in one of these states only ends."""
 
 SHORT_RUN = 10.0  # seconds: a run that ends sooner and is queued again has done nothing
@@ -435,14 +440,15 @@ Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A running job was to leave its host: by a move, or by a save after which it goes on elsewhere."""
+    """A running job was to leave its host: by a move, or by a save after which it goes on elsewhere. Or its run was
+    ended, and the job queued again or cancelled."""
 
     at: float  # Unix time at which that began
-    way: Literal["move", "save"]
+    way: Literal["move", "save", "requeue", "cancel"]
     host: str  # that it left
     why: Reason
     memory: int  # MiB of its VMs
-    took: float | None = None  # seconds until it went on elsewhere; None: it has not
+    took: float | None = None  # seconds until it went on elsewhere, or ran again; None: it has not
 
 
 EVICTIONS_KEPT = 10  # of a job: more than may be within the hour for which the limit counts them
@@ -486,10 +492,18 @@ class Attempt:
     limit: float | None = None  # seconds that this run may take, if less than the job's time limit
     captured: float = 0.0  # Unix time at which the last checkpoint of this run was begun
     evictions: tuple[Eviction, ...] = ()  # of the job, the latest ones
+    grace: float = 0.0  # seconds that its job, whose place is taken, has from the beginning of this state on
+    warned: bool = False  # that job was told so; until then its grace time has not begun
 
     @property
     def key(self) -> Key:
         return Key("attempt", self.id)
+
+    @property
+    def preempted(self) -> Eviction | None:
+        """The eviction that ended the latest run of its job, or ends it; None if another reason did."""
+        last = self.evictions[-1] if self.evictions else None
+        return last if last is not None and last.took is None and last.way in ("requeue", "cancel") else None
 
     @property
     def at_once(self) -> bool:

@@ -197,6 +197,8 @@ class Why(StrEnum):
     RESUME_ASKED = "resume asked", "its user resumed it"
     SAVE_ORDERED = "save ordered", "an operator asked for it"
     PREEMPTED = "preempted", "{job} ({by}) takes its place"
+    ENDS_BY_MODE = ("ends by mode", "it is {way}[ {at:moment}], as PreemptMode={mode} of {name} says[, and {word}]")
+    REQUEUED_SINCE = "requeued since", "queued again {at:moment}, as {because}", "preempted"
     GIVES_WAY = "gives way", "waiting until {job}, for which it was evicted, has started", "preempted"
     EVICTED_OFTEN = ("evicted often",
         "it was evicted {times} times in the last hour, the most that it may be (rebalance.per_job)")
@@ -473,6 +475,11 @@ class Why(StrEnum):
     WAS_SAVED = ("was saved",
         "It left {host} at {at:moment}, because {because}: it was saved, and went on after {took:long}."
         "[ It was evicted {times} times.]")
+    WAS_REQUEUED = ("was requeued",
+        "Its run was ended at {at:moment}, because {because}: it began anew after {took:long}.[ It was evicted {times} "
+        "times.]")
+    IS_WARNED = "is warned", "It was told to end {time:long} ago: {because}."
+    IS_PREEMPTED = "is preempted", "Its run is being ended: {because}."
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
     IS_SETTLING = "is settling", "Hosts {host} and {target} settle which of them keeps its VM {vm} after a move."
     FALLS_ASLEEP = "falls asleep", "Its VM {vm} is falling asleep, and frees its memory on {host}."

@@ -110,6 +110,7 @@ class JobUsage:
     earlier_s: float = 0.0  # seconds of the earlier ones, as far as they are known
     earlier_cpu_s: float = 0.0  # CPU seconds of the earlier ones
     counted_s: float = 0.0  # CPU seconds by the scheduler's accounting, waits for overloaded hosts included; 0: unknown
+    ended_for: str = ""  # why the run was ended for another job, if it was
 
     @property
     def cpus_given(self) -> float:
@@ -155,4 +156,4 @@ class JobUsage:
             seconds, cpu_s = self.earlier_s + self.seconds, self.earlier_cpu_s + max(self.cpu_s, self.counted_s)
             earlier = f"{self.runs - 1} earlier runs" if self.runs > 2 else "earlier run"
             line += f"; with its {earlier}, {seconds:.0f} s and {cpu_s:.0f} CPU seconds in all"
-        return line
+        return f"{self.ended_for}; {line}" if self.ended_for else line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from multiverse.core.context import Context
+from multiverse.core.model.eviction import Step
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import SAVING
@@ -24,10 +25,10 @@ class EvictionLimits:
             recent = (one for attempt in state.evicted() for one in attempt.evictions if self._within(one.at, _MINUTE))
             self._sent = sum(one.memory for one in recent)
 
-    def why_held(self, attempt: Attempt, memory: int) -> Reason | None:
-        """Why a job whose VMs have so many MiB is not evicted now."""
-        policy = self._policy
-        if why := self.why_too_often(attempt):
+    def why_held(self, step: Step) -> Reason | None:
+        """Why a step does not begin now. The end of a run sends nothing, and counts only by job."""
+        policy, memory = self._policy, step.memory
+        if (why := self.why_too_often(step.attempt)) or step.ends:
             return why
         if not self.left:
             return Why.EVICTIONS_AT_ONCE(limit=policy.evict_at_once)
@@ -40,9 +41,10 @@ class EvictionLimits:
         times = sum(self._within(one.at, _HOUR) for one in attempt.evictions)
         return Why.EVICTED_OFTEN(times=times) if times >= self._policy.evict_per_job else None
 
-    def take(self, memory: int) -> None:
-        self.left -= 1
-        self._sent += memory
+    def take(self, step: Step) -> None:
+        if not step.ends:
+            self.left -= 1
+            self._sent += step.memory
 
     def _within(self, at: float, seconds: float) -> bool:
         return self._now - at < seconds

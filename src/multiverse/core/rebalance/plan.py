@@ -16,10 +16,11 @@ from multiverse.core.moving import search_for
 from multiverse.core.rebalance.drains import plan_drains
 from multiverse.core.rebalance.limits import EvictionLimits
 from multiverse.core.rebalance.maintenance import follow_maintenance
-from multiverse.core.rebalance.preemption import plan_preemption
+from multiverse.core.rebalance.preemption import CONSIDERED, end_run, may_give_way, plan_preemption
 from multiverse.core.saving import save
 
 LOOK_AGAIN = 5.0  # seconds after which a job is looked at again that no eviction helped
+_PER_JOB = 0.001  # seconds between two plans for each running job that they look at
 _SHOWN = 100  # steps of a method that are shown
 
 
@@ -39,14 +40,27 @@ def preempt(context: Context, blockage: Blockage) -> Blockage:
     if not context.policy.evict_preemption or blockage is not Blockage.ROOM:
         state.held_back[Method.PREEMPTION] = []
         return blockage
-    attempt, until = state.looked_for_room
+    attempt, until, passed_over = state.looked_for_room
     if attempt != state.blocking or state.now >= until:
+        passed_over = passed_over if attempt == state.blocking else 0
         limits = EvictionLimits(context)
-        steps = plan_preemption(context, limits)
+        steps = plan_preemption(context, limits, passed_over)
         state.held_back[Method.PREEMPTION] = held = _begin(context, limits, steps)
-        again = state.now if len(steps) > len(held) else state.now + LOOK_AGAIN
-        state.looked_for_room = (state.blocking, again)
+        pause, passed_over = _next_look(context, passed_over, found=bool(steps), begun=len(steps) > len(held))
+        state.looked_for_room = (state.blocking, state.now + pause, passed_over)
     return blockage
+
+
+def _next_look(context: Context, passed_over: int, *, found: bool, begun: bool) -> tuple[float, int]:
+    """After how many seconds the same job is looked at again, and which running jobs are passed over then. Where these
+    are many a plan takes long, so that plans follow each other the less often."""
+    waiting = context.state.attempts.get(context.state.blocking or 0)
+    job = context.state.queue.jobs.get(waiting.job.job_id) if waiting is not None else None
+    running = len(may_give_way(context, job.preempt_class)) if job is not None else 0
+    soon = min(running, CONSIDERED) * _PER_JOB
+    if found:
+        return soon if begun else LOOK_AGAIN, passed_over
+    return (soon, passed_over + CONSIDERED) if passed_over + CONSIDERED < running else (LOOK_AGAIN, 0)
 
 
 def proposals(context: Context) -> list[Step]:
@@ -57,12 +71,12 @@ def proposals(context: Context) -> list[Step]:
     if context.policy.evict_drains and context.state.drains:
         steps += list(plan_drains(context, room_of(context).copy()))[:_SHOWN]
     if context.policy.evict_preemption:
-        steps += plan_preemption(context, limits)[:_SHOWN]
+        steps += plan_preemption(context, limits, context.state.looked_for_room[2])[:_SHOWN]
     shown, since = [], _held_since(context)
     for step in steps:
-        held = limits.why_held(step.attempt, step.memory)
+        held = limits.why_held(step)
         if held is None:
-            limits.take(step.memory)
+            limits.take(step)
         shown.append(_held(step, held, since) if held else step)
     return shown
 
@@ -72,15 +86,17 @@ def _begin(context: Context, limits: EvictionLimits, steps: Iterable[Step]) -> l
     changed what it needs."""
     held_back, since = [], _held_since(context)
     for step in steps:
-        if (held := limits.why_held(step.attempt, step.memory)) is not None:
+        if (held := limits.why_held(step)) is not None:
             held_back.append(_held(step, held, since))
             continue
         with suppress(Refused):
-            if not step.to:
+            if step.ends:
+                end_run(context, step)
+            elif not step.to:
                 save(context, context.state.attempts[step.attempt.id], step.why, evicts=True)
             elif not search_for(context, step.vm).begin(step.to, step.why):
                 continue
-            limits.take(step.memory)
+            limits.take(step)
     return held_back
 
 

@@ -1,17 +1,20 @@
 """Running jobs give way to an urgent one that waits for room and may preempt them by the scheduler's own rules. They
-move to other hosts, or are saved and go on once there is room.
+move to other hosts, or are saved and go on once there is room. Where a batch job can do neither, its run ends as the
+scheduler would end it.
 
 Only the first job that waits for room is served: those behind it have their turn when it has started. The cheapest set
-of jobs that makes room for it is evicted, by the memory that is to be sent; among equals those that were submitted
-last. What is leaving already counts as free, so no more jobs are evicted than it needs.
+of jobs that makes room for it is evicted: by the CPU seconds of the runs that end, then by the memory that is to be
+sent; among equals those that were submitted last. What is leaving already counts as free, so no more jobs are evicted
+than it needs.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from multiverse.core.capacity.room import HostLimits, Room, others_on, room_of
 from multiverse.core.capacity.sizes import template_claim, vm_claims
@@ -22,16 +25,21 @@ from multiverse.core.clones.spares import spares
 from multiverse.core.clones.supply import claims_to_restore
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.machines.attempt import preempt_job
 from multiverse.core.machines.saved import vms_of_saved
 from multiverse.core.model.basics import ClaimKey, Key, Size
 from multiverse.core.model.eviction import Method, Step
-from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job
+from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Eviction, Job
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import COMPLETE, SAVING
 from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, Vm, VmState
-from multiverse.core.moving import search_for
+from multiverse.core.moving import search_for, why_busy
 from multiverse.core.rebalance.limits import EvictionLimits
 from multiverse.core.saving import is_busy, what_to_save
+
+CONSIDERED = 1000  # running jobs that one plan looks at
+_TRIES = 4  # sets that are tried in a pass. The last one is of jobs that can leave whatever room the waiting one takes
+_Cost = tuple[int, int, int]
 
 SOON = 30.0  # seconds: a job that is to start within them by the time limits of others has nobody evicted for it
 
@@ -45,23 +53,32 @@ class _Candidate:
     claims: Mapping[str, Size]  # what it gives back, by host
     moves: bool  # another host would take its VM now
     saves: bool  # it can be saved
+    size: int  # MiB of its VMs
+    lost: int = 0  # CPU seconds that its run has had, at least 1; 0: it may not be ended, or need not
+    way: Literal["requeue", "cancel"] = "cancel"  # how it would be ended
 
     @property
     def memory(self) -> int:
-        return sum(vm.size.memory for vm in self.vms)
+        """MiB that are to be sent."""
+        return 0 if self.ends else self.size
 
     @property
-    def cost(self) -> int:
-        """MiB that are sent: what is saved is also read again."""
-        return self.memory if self.moves else 2 * self.memory
+    def ends(self) -> bool:
+        return not self.moves and not self.saves
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def cost(self) -> tuple[int, int]:
+        """CPU seconds that are lost, and MiB that are sent: what is saved is also read again."""
+        return self.lost if self.ends else 0, self.memory if self.moves else 2 * self.memory
+
+    @property
+    def order(self) -> tuple[tuple[int, int], int, int]:
         return self.cost, -self.attempt.job.submitted, -self.attempt.id
 
 
-def plan_preemption(context: Context, limits: EvictionLimits) -> list[Step]:
-    """Which jobs give way to the first one that waits for room. Empty if it could not start even then."""
+def plan_preemption(context: Context, limits: EvictionLimits, passed_over: int = 0) -> list[Step]:
+    """Which jobs give way to the first one that waits for room. Empty if it could not start even then. Of the running
+    jobs `CONSIDERED` are looked at, those that were submitted last, after so many that are passed over."""
     state, rules = context.state, context.scheduler.preemption
     waiting = state.attempts.get(state.blocking) if state.blocking is not None else None
     if rules is None or waiting is None or waiting.id not in state.queue.candidates:
@@ -77,18 +94,33 @@ def plan_preemption(context: Context, limits: EvictionLimits) -> list[Step]:
     if not needs or room.copy().place(waiting.request.nodes, needs, hosts=may) is not None:
         return []
     why = Why.PREEMPTED(job=job.ref.job_id, by=job.preempt_class)
-    candidates = _candidates(context, job, needs, limits)
-    while chosen := _cheapest(room.copy(), waiting, needs, candidates):
+    running = may_give_way(context, job.preempt_class)[passed_over : passed_over + CONSIDERED]
+    candidates = _candidates(context, running, needs, limits)
+    for tries in range(1, _TRIES + 1):
+        if not (chosen := _cheapest(room.copy(), waiting, needs, candidates)):
+            break
         evicted = {vm.key for one in chosen for vm in one.vms}
         after = _room_without(context, leaving | evicted)
         if after.place(waiting.request.nodes, needs, hosts=may) is None:
             break
         steps = [(one, _step(context, one, after, why)) for one in chosen]
-        if stays := [one for one, step in steps if step is None]:  # they only move, and the waiting job takes the room
-            candidates = [one for one in candidates if one not in stays]
+        if stays := {one.attempt.id for one, step in steps if step is None}:
+            # They only move, and the waiting job takes the room.
+            if tries == _TRIES - 1:
+                stays = {one.attempt.id for one in candidates if not one.saves}
+            candidates = sorted(_without_moves(candidates, stays), key=lambda one: one.order)
             continue
         return [step for _, step in steps if step is not None]
     return []
+
+
+def _without_moves(candidates: Iterable[_Candidate], stays: Set[int]) -> Iterator[_Candidate]:
+    """The candidates; of those attempts only the ones that may be ended, as such."""
+    for one in candidates:
+        if one.attempt.id not in stays:
+            yield one
+        elif one.lost:
+            yield replace(one, moves=False)
 
 
 def _needs(context: Context, attempt: Attempt) -> HostMap[Size]:
@@ -133,14 +165,22 @@ def _room_without(context: Context, gone: set[Key]) -> Room:
     return room
 
 
-def _candidates(context: Context, waiting: Job, needs: Mapping[str, Size], limits: EvictionLimits) -> list[_Candidate]:
-    """The running jobs that may be evicted for a waiting one, the cheapest first."""
+def may_give_way(context: Context, urgent: str) -> list[Job]:
+    """The running jobs that may be preempted by a job of this class, the latest first."""
+    rules = context.scheduler.preemption
+    running = context.scheduler.running_in(rules.takes.get(urgent, ())) if rules is not None else ()
+    return sorted((context.scheduler.jobs[job_id] for job_id in running), key=lambda job: -job.ref.submitted)
+
+
+def _candidates(
+    context: Context, running: Iterable[Job], needs: Mapping[str, Size], limits: EvictionLimits
+) -> list[_Candidate]:
+    """Those of the jobs that may be evicted, the cheapest first."""
     state, rules, found = context.state, context.scheduler.preemption, []
     assert rules is not None, "asked for only where the scheduler has preemption"
-    for job_id in context.scheduler.running_in(rules.takes[waiting.preempt_class]):
-        job = context.scheduler.jobs[job_id]
+    for job in running:
         attempt = next((one for one in state.attempts_of_job(job.ref) if one.state is AttemptState.ALLOCATED), None)
-        if attempt is None or not rules.may_take(waiting, job):
+        if attempt is None:
             continue
         if state.now - attempt.since < rules.exempt.get(job.preempt_class, 0.0):
             continue
@@ -149,13 +189,13 @@ def _candidates(context: Context, waiting: Job, needs: Mapping[str, Size], limit
         vms = state.serving_vms_of(attempt)
         if not any(vm.host in needs for vm in vms) or not all(vm.state is VmState.SERVING for vm in vms):
             continue
-        if (one := _candidate(context, attempt, vms)) is not None:
+        if (one := _candidate(context, attempt, vms, job)) is not None:
             found.append(one)
     return sorted(found, key=lambda one: one.order)
 
 
-def _candidate(context: Context, attempt: Attempt, vms: list[Vm]) -> _Candidate | None:
-    """A job as one that may be evicted; None if it can neither be saved nor move now."""
+def _candidate(context: Context, attempt: Attempt, vms: list[Vm], job: Job) -> _Candidate | None:
+    """A job as one that may be evicted; None if it can neither be saved nor move now, and may not be ended."""
     claims = defaultdict[str, Size](lambda: Size(0, 0))
     for vm in vms:
         if (claim := context.state.claims.get(ClaimKey(vm.key, vm.host))) is not None:
@@ -163,12 +203,37 @@ def _candidate(context: Context, attempt: Attempt, vms: list[Vm]) -> _Candidate 
     moves, saves = len(vms) == 1 and _moves(context, vms[0]), False
     with suppress(Refused):
         saves = bool(what_to_save(context, attempt))
-    return _Candidate(attempt, vms, claims, moves, saves) if moves or saves else None
+    may_move = not (moves or saves) and len(vms) == 1 and _may_move_later(context, vms[0])
+    lost = 0 if saves or may_move else _lost(context, attempt, vms, job)
+    way: Literal["requeue", "cancel"] = "requeue" if _mode(context, job) == "requeue" and job.requeues else "cancel"
+    size = sum(vm.size.memory for vm in vms)
+    return _Candidate(attempt, vms, claims, moves, saves, size, lost, way) if moves or saves or lost else None
 
 
-def _moves(context: Context, vm: Vm) -> bool:
+def _lost(context: Context, attempt: Attempt, vms: list[Vm], job: Job) -> int:
+    """CPU seconds that are lost if a job that cannot be saved is ended; 0 if it may not be: by the scheduler's mode,
+    because it is interactive and only moves, or because its hosts are out of sight, which may store its state."""
+    if not job.batch or _mode(context, job) not in ("requeue", "cancel"):
+        return 0
+    if len(vms) != attempt.request.nodes or any(vm.host not in context.in_sight for vm in vms):
+        return 0
+    return 1 + int((context.state.now - attempt.since) * sum(vm.size.cpus for vm in vms))
+
+
+def _mode(context: Context, job: Job) -> str:
+    """What the scheduler does itself to a job that it preempts."""
+    rules = context.scheduler.preemption
+    return rules.modes.get(job.preempt_class, "") if rules is not None else ""
+
+
+def _may_move_later(context: Context, vm: Vm) -> bool:
+    """Whether nothing but other moves keeps a VM from moving now."""
+    return bool(why_busy(context, vm.host)) or _moves(context, vm, busy=True)
+
+
+def _moves(context: Context, vm: Vm, *, busy: bool = False) -> bool:
     try:
-        return search_for(context, vm).find("", room_of(context).copy()) is not None
+        return search_for(context, vm).find("", room_of(context).copy(), busy=busy) is not None
     except Refused:
         return False
 
@@ -188,31 +253,35 @@ def _cheapest(
     def left_on(host: str) -> int:
         return waiting.request.most_on_a_host(placed[host] + 1) - placed[host]
 
+    sets, stale = dict[str, tuple[_Cost, str, list[_Candidate]]](), set(by_host)
     while placed.total() < waiting.request.nodes:
         if found := room.place(1, needs, hosts=HostLimits(limit=left_on)):
             placed[found[0]] += 1
+            stale.update(found)
             continue
-        sets = [
-            (_makes_room(room, host, needs[host], here, chosen), host)
-            for host, here in by_host.items()
-            if left_on(host)
-        ]
-        able = [(one, host) for one, host in sets if one]
+        for host in sorted(stale & by_host.keys()):
+            best = _makes_room(room, host, needs[host], by_host[host], chosen)
+            sets[host] = (_cost(best), host, best)
+        stale.clear()
+        able = [one for host, one in sets.items() if one[2] and left_on(host)]
         if not able:
             return []
-        best, host = min(able, key=lambda pair: (_cost(pair[0]), pair[1]))
+        _, host, best = min(able)
         for one in best:
             chosen[one.attempt.id] = one
+            stale.update(one.claims)
             for name, claim in one.claims.items():
                 room.give(name, claim)
         room.take(host, needs[host])
         placed[host] += 1
+        stale.add(host)
     return list(chosen.values())
 
 
-def _cost(evicted: Iterable[_Candidate]) -> tuple[int, int]:
-    """MiB to be sent; among equals the latest jobs come first."""
-    return sum(one.cost for one in evicted), -min(one.attempt.job.submitted for one in evicted)
+def _cost(evicted: Sequence[_Candidate]) -> _Cost:
+    """CPU seconds that are lost, then MiB to be sent; among equals the latest jobs come first."""
+    lost, sent = sum(one.cost[0] for one in evicted), sum(one.cost[1] for one in evicted)
+    return lost, sent, -min((one.attempt.job.submitted for one in evicted), default=0)
 
 
 def _makes_room(
@@ -239,9 +308,27 @@ def _makes_room(
 
 def _step(context: Context, one: _Candidate, room: Room, why: Reason) -> Step | None:
     """A single VM moves if another host has room beside the waiting job; else the job is saved. Takes that room. None
-    if it can only move, and cannot."""
+    if it can only move, and cannot. A job that can do neither is ended."""
+    if one.ends:
+        return Step(Method.PREEMPTION, one.attempt, one.vms[0], "", why, 0, ends=one.way)
     if len(one.vms) == 1:
         with suppress(Refused):
             if (found := search_for(context, one.vms[0]).find("", room)) is not None:
                 return Step(Method.PREEMPTION, one.attempt, one.vms[0], found[0], why, one.memory)
     return Step(Method.PREEMPTION, one.attempt, one.vms[0], "", why, one.memory) if one.saves else None
+
+
+def end_run(context: Context, step: Step) -> None:
+    """End the run of a job for another one, as the scheduler would: after the grace time of its class."""
+    rules, job = context.scheduler.preemption, context.scheduler.jobs[step.attempt.job.job_id]
+    assert rules is not None and step.ends, "the step ends a run by these rules"
+    grace, mode = rules.grace.get(job.preempt_class, 0.0), rules.modes[job.preempt_class]
+    how = Why.ENDS_BY_MODE(
+        way="queued again" if step.ends == "requeue" else "cancelled",
+        at=context.now + grace if grace else None,
+        mode=mode.upper(),
+        name=job.preempt_class,
+        word="it cannot be queued again" if mode != step.ends else None,
+    )
+    eviction = Eviction(context.now, step.ends, step.vm.host, step.why.also(how), memory=0)
+    context.state.move(preempt_job(context.state.attempts[step.attempt.id], eviction, grace))

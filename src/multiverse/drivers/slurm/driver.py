@@ -29,6 +29,7 @@ from multiverse.drivers.slurm.acting.jobs import (
     updates,
     waiting_records,
 )
+from multiverse.drivers.slurm.acting.preempting import SlurmPreempting
 from multiverse.drivers.slurm.acting.saving import SlurmSaving
 from multiverse.drivers.slurm.acting.standing_in import SlurmStandingIn
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
@@ -75,6 +76,7 @@ class SlurmScheduler:
         self.leases = SlurmLeases(settings, self._commands) if settings.lease or leased else None
         self.saving = SlurmSaving(self._commands, self._reread, self._to_gate, self._release)
         self.standing_in = SlurmStandingIn(settings, self._commands, self._reread)
+        self.preempting = SlurmPreempting(self._commands, self._reread, self._to_gate)
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))

@@ -50,12 +50,17 @@ def compose(present: str, text: str) -> str:
     """The AdminComment after `present`, if the job's user is told `text`. Our part is `[multiverse: TEXT]`, in place of
     our earlier part or after the text of others, which stays. A comment that is very long or not UTF-8 is returned as
     it is: it could not be written again unchanged."""
-    ours = f"[multiverse: {plain_line(text).translate(_BRACKETS)}]"
+    ours = our_part(text)
     if "\ufffd" in present or len(present) > _LONGEST_COMMENT:
         return present
     if _OURS.search(present) is None:
         return f"{present} {ours}" if present else ours
     return _OURS.sub(lambda _: ours, present, count=1)
+
+
+def our_part(text: str) -> str:
+    """Our part of an AdminComment, if the job's user is told `text`."""
+    return f"[multiverse: {plain_line(text).translate(_BRACKETS)}]"
 
 
 def survives_sacctmgr(present: str) -> bool:
