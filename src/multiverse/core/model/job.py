@@ -251,10 +251,6 @@ class Preemption:
     modes: Mapping[str, str]
     grace: Mapping[str, float]  # by class: seconds from the signal until the scheduler kills it; others have none
 
-    def may_take(self, waiting: Job, running: Job) -> bool:
-        """Whether the class of a waiting job may preempt that of a running one, however long that has run."""
-        return running.preempt_class in self.takes.get(waiting.preempt_class, ())
-
 
 class NodeState(StrEnum):
     IDLE = "idle"
