@@ -305,7 +305,7 @@ class State(LiveRows):
 
     def look_again(self) -> None:
         """Look at all rows in the next pass, because other settings may decide otherwise than was concluded."""
-        self.looked, self.looked_for_room = (-1, -1, 0.0), (None, 0.0)
+        self.looked, self.looked_for_room = (-1, -1, 0.0), (None, 0.0, 0)
         self.queue.check_all()
         self.dirty.attempts.update(self.attempts)
         self.dirty.vms.update(self.vms)
