@@ -303,7 +303,7 @@ class HostsChanged:
 class EvictionView:
     """A running job that would leave its host now."""
 
-    method: str  # drain or preemption
+    method: str  # drain, preemption, lease or packing
     job_id: str
     vm: str  # its VM on that host
     host: str
@@ -631,7 +631,7 @@ class EvictionCounts:
     """How many evictions of one kind have begun in the last six hours, or since the daemon's start."""
 
     way: str  # move, save, requeue or cancel
-    cause: str  # drain, preemption or operator
+    cause: str  # drain, preemption, lease, packing or operator
     step: float  # seconds of one entry of `begun`; the newest is the last, and not over yet
     begun: tuple[int, ...]
     failed: int  # by which a job did not leave its host

@@ -659,6 +659,8 @@ class MoveSettings:
     address in `vxlan.addresses`, or that of the name service."""
     port: Port = 14790
     """The TCP port on each host at which it receives VMs."""
+    lease_port: Annotated[int, Field(ge=1, le=65520), Unit("")] = 14791
+    """The first of 16 TCP ports on leased nodes, for other hosts and the controller: each lease of a node has one."""
     private: bool = False
     """Whether nobody else listens or sends in the network by which VMs move. Then nothing is encrypted."""
     compress: bool = False
@@ -686,6 +688,12 @@ class RebalanceSettings:
     """How long before such a reservation begins jobs leave its hosts."""
     preemption: bool = True
     """Whether jobs give way to others that may preempt them by Slurm's own rules (PreemptType)."""
+    leases: bool = True
+    """Whether jobs leave leased hosts whose pilots are told to end, and those that other hosts could replace."""
+    host_rate: Reloaded[Annotated[int, Field(ge=1), Unit("MiB/s")]] = 200
+    """What one host sends or writes: so much can leave a leased host in time."""
+    keeps: Reloaded[Wait] = 600.0
+    """A leased host that its jobs would keep for longer is emptied, if other hosts have room for them."""
     at_once: Reloaded[Positive] = 8
     """How many jobs of the site leave their hosts at the same time."""
     bandwidth: Reloaded[MebibytesPerSecond] = 0
@@ -890,6 +898,11 @@ def move_address(settings: Settings, name: str) -> str:
     """The address at which a host receives VMs that move. Raises `Refused` as `vxlan_address`."""
     own = dict(settings.move.addresses).get(name)
     return str(ipaddress.ip_address(own)) if own else vxlan_address(settings, name)
+
+
+def jobs_leave_leases(settings: Settings) -> bool:
+    """Whether running jobs leave leases that end."""
+    return settings.rebalance.leases and (settings.save.enabled or settings.move.enabled)
 
 
 def vxlan_address(settings: Settings, name: str) -> str:

@@ -106,7 +106,7 @@ class Served:
         self.moves = self.host.moves
         pair = None if config.moves.private else links.certificate(config.cache)
         self.certificate = pair[0].read_text() if pair is not None else ""
-        self.listener = MoveListener(address, PORT, pair, self.moves.serve)
+        self.listener = MoveListener(links.listen(address, PORT), pair, self.moves.serve)
         self.moves.resume()
 
     def build(self, image: str) -> None:

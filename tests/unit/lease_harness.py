@@ -9,6 +9,7 @@ from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host, HypervisorView
 from multiverse.core.model.job import Job, Lease, PilotSeen, PilotState
+from multiverse.core.model.saved import Storage
 from multiverse.core.model.vm import TemplateCondition, TemplateKey, TemplateSeen, Vm, VmSeen
 from multiverse.core.model.world import Observation, Seen
 from multiverse.core.policy import LeasePolicy, Policy
@@ -30,6 +31,9 @@ class LeaseHarness(PlannerHarness):
         self.leasable = {"physical": Size(8, 8192)}
         self.answering: set[str] = set()  # leased hosts whose agents answer
         self.refuses = ""  # what these say to new VMs
+        self.holds_until = 0.0  # Unix time until which they leave their VMs alone meanwhile
+        self.storage: Storage | None = None  # to which these save
+        self.static_storage: Storage | None = None  # to which the static host saves
         self.images_there = IMAGES  # what these have
         self.vms_on: dict[str, dict[str, VmSeen]] = {}
         self.rest: dict[str, float] = {}
@@ -111,6 +115,8 @@ class LeaseHarness(PlannerHarness):
                 frozenset({"instant", "full"}),
                 images=self.images_there,
                 refuses=self.refuses,
+                holds_until=self.holds_until,
+                storage=self.storage,
             )
             templates = {which: one for which, one in self.templates.items() if which.host == name}
             shown = HypervisorView({name: host}, dict(self.vms_on.get(name, {})), templates)
@@ -119,7 +125,9 @@ class LeaseHarness(PlannerHarness):
         own = sources["hosts"]
         if own.latest is not None:
             mine = {which: one for which, one in self.templates.items() if which.host == "h1"}
-            sources["hosts"] = replace(own, latest=Seen(replace(own.latest.value, templates=mine), own.latest.began))
+            hosts = {name: replace(one, storage=self.static_storage) for name, one in own.latest.value.hosts.items()}
+            static = replace(own.latest.value, hosts=hosts, templates=mine)
+            sources["hosts"] = replace(own, latest=Seen(static, own.latest.began))
         forecast = replace(self.world.forecast, lease_rest=dict(self.rest))
         self.world = replace(self.world, scheduler=Seen(view, now), sources=sources, forecast=forecast)
 

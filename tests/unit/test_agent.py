@@ -268,8 +268,11 @@ async def test_a_host_that_ends_says_so_with_its_vms_and_takes_none(agents: list
         assert agents[1].running is not None
         source, name = one.hypervisor.sources[1], agents[1].local.name
         assert (await source.observe()).hosts[name].refuses == ""
+        agents[1].running.refuse("the lease ends", 1700000000.5)
+        shown = (await source.observe()).hosts[name]
+        assert (shown.refuses, shown.holds_until) == ("the lease ends", 1700000000.5)
         agents[1].running.refuse("the lease ends")
-        assert (await source.observe()).hosts[name].refuses == "the lease ends"
+        assert (await source.observe()).hosts[name].holds_until == 0.0
         with pytest.raises(Refused):
             await one.hypervisor.create(spec())
 

@@ -28,7 +28,7 @@ from multiverse.config import (
     WebSettings,
 )
 from multiverse.drivers.slurm.site import install, requirements
-from multiverse.drivers.slurm.site.conf import SiteConf, munge_socket
+from multiverse.drivers.slurm.site.conf import SiteConf, kill_wait, munge_socket
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import package_version
@@ -269,6 +269,13 @@ def test_the_munge_that_slurm_uses_is_the_one_that_is_tried(tmp_path: Path) -> N
     assert only.name == "munge" and str(tmp_path) in only.message
     conf.write_text("ClusterName=c\n")
     assert munge_socket(conf) is None and munge_socket(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("KillWait=90", 90.0), ("KillWait=1", 5.0), ("", 30.0)])
+def test_how_long_slurmd_waits_before_it_kills_is_in_slurm_conf(tmp_path: Path, text: str, seconds: float) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(f"ClusterName=site\n{text}\n")
+    assert kill_wait(conf) == seconds and kill_wait(tmp_path / "none") == 0.0
 
 
 @pytest.mark.skipif(shutil.which("mke2fs") is None, reason="needs e2fsprogs")

@@ -10,11 +10,13 @@ from multiverse.bundles.qemu.platform import PilotTransport, connect_agents
 from multiverse.config import Settings
 from multiverse.controller.learned import ForecastRecorder
 from multiverse.core.capacity.sizes import job_limits
+from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Refused, Unknown
 from multiverse.core.leases import leasable_hosts
 from multiverse.core.machines.host import fences
-from multiverse.core.machines.lease import step_lease, unexplained_pilots
+from multiverse.core.machines.lease import TOLD_WITHIN, step_lease, unexplained_pilots
 from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.eviction import cause_of
 from multiverse.core.model.host import Drain, Host, HostState, KnownHost
 from multiverse.core.model.job import (
     AttemptState,
@@ -26,9 +28,11 @@ from multiverse.core.model.job import (
     Request,
     SchedulerView,
 )
-from multiverse.core.model.reason import text_of
-from multiverse.core.model.vm import TemplateState, VmCondition, VmSeen, VmState
+from multiverse.core.model.reason import Why, text_of
+from multiverse.core.model.saved import SavedState, Storage
+from multiverse.core.model.vm import TemplateState, Vm, VmCondition, VmSeen, VmState
 from multiverse.core.model.world import Row
+from multiverse.core.rebalance.plan import proposals
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from tests.unit.lease_harness import LEASING, PHYSICAL, LeaseHarness
 from tests.unit.planner_harness import context_of
@@ -431,6 +435,88 @@ def test_while_a_pilot_ends_its_host_takes_no_vm_and_its_jobs_are_queued_again()
     assert vm.state is VmState.ENDING and "PREEMPTED" in text_of(vm.reason), (
         "its node is set DOWN, and the reason is told"
     )
+
+
+def ending(site: LeaseHarness, seconds: float) -> Vm:
+    """The agent of the lease holds its VMs for so many seconds; the VM on it, which a storage can take."""
+    name = running_on_lease(site)
+    site.storage = Storage("shared", "qemu")
+    site.refuses, site.holds_until = "the lease ends", site.clock.wall() + seconds
+    site.run()
+    return site.state.vms[site.state.vm_named[name]]
+
+
+def test_while_the_agent_of_an_ending_lease_holds_its_vms_their_jobs_are_saved() -> None:
+    site = LeaseHarness()
+    vm = ending(site, 60.0)
+    assert site.lease.state is L.ENDING and vm.state is VmState.SERVING
+    (saved,) = site.state.saved.values()
+    assert (saved.state, saved.vm, saved.may_restart) == (SavedState.PREPARING, vm.id, True)
+    assert text_of(saved.asked) == f"leased host {vm.host}: its pilot 50 is ending: its agent says that the lease ends"
+    (eviction,) = site.attempt(2).evictions
+    assert (eviction.way, eviction.host) == ("save", vm.host)
+
+
+@pytest.mark.parametrize(("other", "saves"), [("shared", 1), ("its own", 0)])
+def test_nothing_is_saved_to_a_storage_that_no_other_host_reaches(other: str, saves: int) -> None:
+    site = LeaseHarness()
+    site.static_storage = Storage(other, "qemu")
+    vm = ending(site, 60.0)
+    assert len(site.state.saved) == saves and vm.state is VmState.SERVING
+
+
+def test_what_is_out_of_sight_as_its_lease_ends_is_left_alone() -> None:
+    """Its agent may hold it still, and ends it otherwise."""
+    site = LeaseHarness()
+    name = running_on_lease(site)
+    site.ends(state=P.ENDING, reason="PREEMPTED")
+    site.answering.clear()
+    site.run()
+    site.pass_time(TOLD_WITHIN + 1.0)
+    site.run()
+    assert site.lease.state is L.ENDING
+    assert site.state.vms[site.state.vm_named[name]].state is VmState.SERVING
+
+
+def test_what_would_leave_a_lease_that_ends_is_shown_with_the_limit_that_keeps_it() -> None:
+    site = LeaseHarness(replace(LEASING, evict_at_once=0))
+    vm = ending(site, 60.0)
+    (step,) = proposals(Context(site.state, site.world, site.policy))
+    assert (step.method, cause_of(step.why), step.vm.id, step.to) == ("lease", "lease", vm.id, "")
+    assert step.held is not None and step.held.kind is Why.EVICTIONS_AT_ONCE
+    assert [one.vm.id for one in site.state.held_back["lease"]] == [vm.id] and not site.state.saved
+
+
+def test_what_does_not_leave_in_time_is_ended_when_the_time_is_over() -> None:
+    site = LeaseHarness(replace(LEASING, evict_host_rate=1))
+    vm = ending(site, 20.0)
+    assert vm.state is VmState.SERVING and not site.state.saved, "it would take longer than there is time"
+    site.pass_time(15.0)
+    site.run()
+    assert site.state.vms[vm.id].state is VmState.SERVING
+    site.pass_time(6.0)
+    site.run()
+    assert site.state.vms[vm.id].state is VmState.ENDING
+    assert not site.state.saved
+
+
+def test_a_site_may_have_vms_ended_as_soon_as_their_lease_ends() -> None:
+    site = LeaseHarness(replace(LEASING, evict_leases=False))
+    assert ending(site, 60.0).state is VmState.ENDING and not site.state.saved
+
+
+def test_a_pilot_that_the_scheduler_shows_as_ending_has_seconds_to_say_until_when_it_holds_its_vms() -> None:
+    site = LeaseHarness()
+    name = running_on_lease(site)
+    site.storage = Storage("shared", "qemu")
+    site.run()
+    site.ends(state=P.ENDING, reason="PREEMPTED")
+    site.run()
+    vm = site.state.vms[site.state.vm_named[name]]
+    assert site.lease.state is L.ENDING and vm.state is VmState.SERVING and not site.state.saved
+    site.pass_time(TOLD_WITHIN + 1.0)
+    site.run()
+    assert site.state.vms[vm.id].state is VmState.ENDING
 
 
 def test_the_agent_of_a_lease_may_say_that_it_ends_before_the_scheduler_does() -> None:

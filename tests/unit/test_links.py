@@ -35,7 +35,7 @@ def listening(tmp_path: Path) -> Iterator[Callable[..., tuple[MoveListener, Move
                     return
 
         pair = links.certificate(tmp_path) if encrypted else None
-        listener = MoveListener("127.0.0.1", 0, pair, serve)
+        listener = MoveListener(links.listen("127.0.0.1", 0), pair, serve)
         made.append(listener)
         return listener, MovePeer("127.0.0.1", listener.port, pair[0].read_text() if pair else ""), heard
 

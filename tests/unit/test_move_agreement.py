@@ -195,7 +195,7 @@ class World:
             link.shut_down()
         real(link, **message)
 
-    def _dial(self, peer: MovePeer, hello: MoveHello) -> socket.socket:
+    def _dial(self, peer: MovePeer, hello: MoveHello, _: int | None = None) -> socket.socket:
         caller = process()
         if self.b.dead:
             raise Unknown("nobody listens")

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from multiverse.config import LEASE_RESERVE, AgentSettings, JobVmSettings, QemuSettings, Settings
+from multiverse.config import (
+    LEASE_RESERVE,
+    AgentSettings,
+    JobVmSettings,
+    MoveSettings,
+    QemuSettings,
+    RebalanceSettings,
+    SaveSettings,
+    Settings,
+)
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.pilot.lease import (
     NODE_SHARE,
@@ -20,13 +31,16 @@ from multiverse.pilot.lease import (
     make_groups,
     memory_limit,
     port_name,
+    read_end,
     remove_groups,
     share_of,
     slot,
     sweep,
+    write_end,
 )
-from multiverse.pilot.run import PilotOrder, leased_settings
-from multiverse.service.pilot import PilotJob, _completed
+from multiverse.pilot.run import PilotOrder, _node_network, _note_end, leased_settings
+from multiverse.service.agent import _holds_until
+from multiverse.service.pilot import PilotJob, _address, _completed
 from multiverse.system.locks import try_locked_directory
 
 V1 = "8:pids:/system\n6:freezer:/slurm/uid_0/job_17/step_0\n4:memory:/slurm/uid_0/job_17/step_0/task_0\n0::/\n"
@@ -70,6 +84,47 @@ def test_a_lease_is_a_host_of_its_own(tmp_path: Path) -> None:
     assert share_of((0, 0), 5) == (0, 0)
     assert len({port_name(f"lease-ab12c-{n}") for n in range(100)}) == 100
     assert all(len(port_name(name)) <= 15 and not port_name(name).startswith("mv") for name in ("x", "y" * 40))
+
+
+def test_the_agent_learns_when_its_pilot_is_killed(tmp_path: Path) -> None:
+    place = LeaseDirectory(tmp_path / "lease-ab12c-1")
+    place.make()
+    order = PilotOrder("lease-ab12c-1", "17", 8, 4000, Settings(), lambda *_: None, kill_wait=30.0)
+    assert read_end(place.state) == 0.0
+    before = time.time()
+    _note_end(order, place)
+    first = read_end(place.state)
+    assert before + 29.9 < first < time.time() + 30.1
+    _note_end(order, place)
+    assert read_end(place.state) == first, "the same signal comes twice"
+    write_end(place.state, before + 300.0)  # it is preempted with a GraceTime
+    _note_end(order, place)
+    assert read_end(place.state) < time.time() + 30.1, "cancelled meanwhile"
+    _note_end(replace(order, kill_wait=0.0), LeaseDirectory(tmp_path / "another"))
+    assert read_end(tmp_path / "another" / "agent") == 0.0
+
+
+def test_vms_are_held_for_as_long_as_there_is_time_to_end_them(tmp_path: Path) -> None:
+    settings = Settings(agent=AgentSettings(state_dir=tmp_path), save=SaveSettings(enabled=True))
+    assert _holds_until(settings) < 0.0, "nobody knows when the pilot is killed"
+    write_end(tmp_path, 1000.0)
+    takes = settings.pacing.reclaim_grace + settings.poll
+    assert 1000.0 - 2 * takes < _holds_until(settings) < 1000.0 - takes
+
+
+def test_a_pilot_listens_where_something_moves_or_leaves_and_each_lease_of_a_node_for_itself() -> None:
+    known = Settings(move=MoveSettings(addresses=(("n1", "127.0.0.1"),), lease_port=14891))
+    saves = replace(known, save=SaveSettings(enabled=True))
+    assert _address(known, "n1") == "" and _address(saves, "n1") == "127.0.0.1"
+    assert _address(replace(saves, rebalance=RebalanceSettings(leases=False)), "n1") == ""
+    assert _address(replace(known, move=replace(known.move, enabled=True)), "n1") == "127.0.0.1"
+    assert _address(saves, "no-such-node.invalid") == "", "it is a lease without an address"
+    order = PilotOrder("lease-ab12c-1", "17", 8, 4000, saves, lambda *_: None, address="127.0.0.1")
+    first, second, twice = (_node_network(order, slot).listening for slot in (0, 1, 1))
+    assert first is not None and second is not None and twice is None
+    assert [one.getsockname() for one in (first, second)] == [("127.0.0.1", 14891), ("127.0.0.1", 14892)]
+    first.close()
+    second.close()
 
 
 def test_names_of_leases_are_checked(tmp_path: Path) -> None:

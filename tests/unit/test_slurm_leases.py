@@ -28,6 +28,7 @@ from multiverse.drivers.slurm.leases import (
     boot_time,
     bring_command,
     leasable,
+    preempted_at,
     read_nodes,
     submission,
 )
@@ -253,6 +254,14 @@ async def test_a_table_that_is_incomplete_shows_nothing() -> None:
         with pytest.raises(Unknown):
             read_nodes(output)
     assert leasable([], 512) == {} and boot_time("NodeName=n1") == 0.0
+
+
+def test_the_end_of_a_pilots_grace_is_read_and_there_is_none_of_one_that_is_not_preempted() -> None:
+    shown = "JobId=7 JobState={} RunTime=00:01:00 EndTime={} Deadline=N/A PreemptEligibleTime=90 PreemptTime={} Node=n1"
+    assert preempted_at(shown.format("RUNNING", "1700000100", "1700000040")) == 1700000100.0
+    assert preempted_at(shown.format("RUNNING", "1700000100", "None")) == 0.0
+    assert preempted_at(shown.format("PREEMPTED", "1700000100", "1700000040")) == 0.0, "KillWait has begun"
+    assert preempted_at(shown.format("RUNNING", "Unknown", "1700000040")) == preempted_at("") == 0.0
 
 
 async def test_nothing_is_asked_where_nothing_is_leased(commands: Commands) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from multiverse.agent import protocol
-from multiverse.agent.protocol import LONGEST_LINE, AgentCall, Answer, Line, Message, R, Welcome, encode
+from multiverse.agent.protocol import LONGEST_LINE, AgentCall, AgentLink, Answer, Line, Message, R, Welcome, encode
 from multiverse.core.errors import MultiverseError, Refused, Superseded, Unknown
 
 
@@ -85,7 +85,9 @@ class Transport(Protocol):
         """A new stream. Raises `Unknown` if the agent cannot be reached."""
 
 
-class _SocketStream:
+class SocketStream:
+    """A connected socket."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
@@ -104,7 +106,7 @@ class UnixTransport:
 
     async def open(self) -> Stream:
         try:
-            return _SocketStream(*await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE))
+            return SocketStream(*await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE))
         except OSError as error:
             text = f"no agent answers at {self._path}: {error.strerror}"
             raise Unknown(text, hint="is `multiverse agent` running?") from error
@@ -198,13 +200,21 @@ class AgentConnection:
     connection is being made, calls wait for it."""
 
     def __init__(
-        self, host: str, transport: Transport, who: ControllerIdentity, epoch: ControllerEpoch, random: Random
+        self,
+        host: str,
+        transport: Transport,
+        who: ControllerIdentity,
+        epoch: ControllerEpoch,
+        random: Random,
+        learned: Callable[[AgentLink], None] | None = None,
     ) -> None:
+        """`learned` is told of another way to the agent."""
         self.host = host
         self.welcome: Welcome | None = None  # what the agent has said of itself; None while there is no connection
         self.reason = "the first connection is being made"  # why there is no connection
         self.heard = -inf  # when the last line of the agent came, by the event loop's clock
         self._transport, self._who, self._epoch, self._random = transport, who, epoch, random
+        self._learned = learned
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[AgentCall[Any], asyncio.Future[Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -359,7 +369,9 @@ class AgentConnection:
         number = await self._epoch.number()
         self._check_superseded(welcome, number)
         stream.writer.write(encode(Line(take=number)))
-        await self._expect(stream, lambda answer: answer.taken is not None)
+        taken = await self._expect(stream, lambda answer: answer.taken is not None)
+        if taken.link is not None and self._learned is not None:
+            self._learned(taken.link)
         return welcome
 
     def _check_superseded(self, welcome: Welcome, number: int) -> None:

@@ -4,7 +4,7 @@
     {"hello": …}                   →
                                    ←  {"welcome": …}, or {"refused": …} and the end
     {"take": 7}                    →
-                                   ←  {"taken": 7}, or {"refused": …} and the end
+                                   ←  {"taken": 7, "link": …}, or {"refused": …} and the end
     {"id": 1, "call": {…}}         →                       any number at the same time
     {"id": 2, "call": {…}}         →
                                    ←  {"id": 2, "result": {…}}
@@ -104,6 +104,12 @@ class MoveOffer(Message):
     address: str
     port: int
     certificate: str = ""
+
+
+class AgentLink(MoveOffer):
+    """Where a controller reaches the agent of a lease, also once no step of its pilot begins any more."""
+
+    secret: str = Field(repr=False)
 
 
 # --- what answers --------------------------------------------------------------------------------
@@ -580,6 +586,7 @@ class Answer(Message):
     welcome: Welcome | None = None
     refused: CallFailure | None = None
     taken: int | None = None
+    link: AgentLink | None = None  # with `taken`
     id: int | None = None
     result: dict[str, Any] | None = None  # its type is `AgentCall.result`
     error: CallFailure | None = None

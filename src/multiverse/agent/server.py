@@ -153,7 +153,7 @@ class _Connection:
         if server.samples is not None and (load := server.samples.load()) is not None:
             news["load"] = load
         if server.refusing:
-            news["refuses"] = server.refusing
+            news |= {"refuses": server.refusing, "holds_until": server.holds_until}
         if server.fence_timer is not None:
             news["self_fence"] = self.shown = server.fence_timer.shown(self.site)
         hosts = {name: replace(host, **news) for name, host in view.hosts.items()}
@@ -188,8 +188,9 @@ class AgentServer:
         samples: Samples | None = None,
     ) -> None:
         self.fence_timer, self.samples = fence_timer, samples
+        self.link: protocol.AgentLink | None = None  # by which a controller that is obeyed may connect, too
         self.who, self._epochs, self._hypervisor, self.processes = who, epochs, hypervisor, processes
-        self.refusing = ""
+        self.refusing, self.holds_until = "", 0.0
         self.creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
@@ -216,9 +217,10 @@ class AgentServer:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    def refuse(self, why: str) -> None:
-        """Take no VM from now on, and build no template: the host is about to end."""
-        self.refusing = why
+    def refuse(self, why: str, holds_until: float = 0.0) -> None:
+        """Take no VM from now on, and build no template: the host is about to end. Its VMs are left alone until then
+        (Unix time)."""
+        self.refusing, self.holds_until = why, holds_until
 
     async def close(self) -> None:
         """End all calls and connections. The next agent observes what the calls have begun."""
@@ -258,7 +260,7 @@ class AgentServer:
             log.warning("controller refused", controller=hello.controller, reason=str(error))
             writer.write(encode(Answer(refused=CallFailure.of(error))))
             return None
-        writer.write(encode(Answer(taken=epoch.number)))
+        writer.write(encode(Answer(taken=epoch.number, link=self.link)))
         log.info("controller connected", site=hello.site, release=hello.release, epoch=epoch.number)
         since = asyncio.get_running_loop().time()
         return _Connection(self, writer, hello.site, epoch, hypervisor, hello.machine, since)

@@ -23,8 +23,7 @@ from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
-from multiverse.host.links import MoveHello
-from multiverse.host.vxlan import VxlanConfig
+from multiverse.host.links import MoveHello, NodeNetwork
 from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
 from multiverse.ports.site import Finding
 from multiverse.system.files import SiteFile
@@ -152,8 +151,8 @@ class LocalHost(LocalHypervisor, HostedVms, Protocol):
 class HostSide(Protocol):
     """The part of a platform for agents, if its hosts have agents."""
 
-    def local(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> LocalHost:
-        """The hypervisor of this machine. A leased node has its own `vxlan` in place of the settings'."""
+    def local(self, settings: Settings, site: str, node: NodeNetwork | None = None) -> LocalHost:
+        """The hypervisor of this machine; `node` is the network of a leased one."""
 
     def sites(self, settings: Settings) -> Sequence[str]:
         """The sites that have VMs, or remains of VMs, on this machine. Raises OSError if they cannot be listed."""

@@ -143,7 +143,7 @@ def reconcile_leases(context: Context) -> None:
     if context.world.scheduler is None or not (context.policy.leases or state.leases):
         return
     needs = _Needs(context)
-    for attempt in _waiting(context):
+    for attempt in waiting_for_room(context):
         with quarantine_on_error(state, attempt.key):
             needs.add(attempt)
     for lease in [state.leases[number] for number in sorted(state.leases)]:
@@ -153,7 +153,7 @@ def reconcile_leases(context: Context) -> None:
         _request(context, new)
 
 
-def _waiting(context: Context) -> Iterator[Attempt]:
+def waiting_for_room(context: Context) -> Iterator[Attempt]:
     """The first attempts that wait for room alone, in their order, also if no host in sight can hold them."""
     state, queue = context.state, context.state.queue
     limits = Counter(context.scheduler.limits)

@@ -28,7 +28,7 @@ from multiverse.core.model.basics import Key
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.pools import reconcile_pools
-from multiverse.core.rebalance.plan import leave_drained, preempt
+from multiverse.core.rebalance.plan import leave_hosts, preempt
 from multiverse.core.saving import let_frozen_jobs_go_on, save_at_limits
 from multiverse.core.sleeping import follow_suspended
 from multiverse.core.state import State, quarantine_on_error
@@ -67,7 +67,7 @@ def plan(
 
 def _provide(context: Context) -> None:
     empty_drained(context)
-    leave_drained(context)
+    leave_hosts(context)
     follow_suspended(context)
     save_at_limits(context)
     let_frozen_jobs_go_on(context)

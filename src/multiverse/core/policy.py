@@ -112,10 +112,13 @@ class Policy:
     evict_maintenance: bool = True  # hosts of the scheduler's reservations for maintenance are emptied before
     maintenance_notice: float = 900.0  # seconds before such a reservation begins
     evict_preemption: bool = True  # jobs give way to those that may preempt them by the scheduler's rules
+    evict_leases: bool = True  # jobs leave leased hosts that end, or that others can replace
     evict_at_once: int = 8  # jobs of the site
     evict_rate: int = 0  # MiB a second that evictions may send; 0: any
     evict_per_job: int = 6  # evictions of one job in an hour at most
     evict_alert: float = 600.0  # seconds for which a limit holds evictions back until that is an alert
+    evict_host_rate: int = 200  # MiB a second that one host sends or writes
+    lease_keeps: float = 600.0  # a leased host is emptied if its jobs would keep it for longer
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0

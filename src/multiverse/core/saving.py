@@ -56,10 +56,21 @@ def perhaps_inside(state: State, command: Command) -> str:
     return "" if ours else " of its own (VMs inside a job are neither saved nor moved)"
 
 
-def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = False, evicts: bool = False) -> None:
+def save(
+    context: Context,
+    attempt: Attempt,
+    asked: Reason,
+    *,
+    hold: bool = False,
+    evicts: bool = False,
+    restarts: bool = False,
+) -> None:
     """Begin to save a running job, whose next run waits until somebody releases it if `hold`. `evicts`: so that it
-    leaves its host, not as its user wished. Raises `Refused` if it cannot be saved."""
+    leaves its host, not as its user wished. `restarts`: it would begin anew otherwise, and does so if its state is
+    lost. Raises `Refused` if it cannot be saved."""
     saved = replace(new_state(context, attempt, asked), hold=hold)
+    if restarts and saved.requeues:
+        saved = replace(saved, may_restart=True)
     if not evicts:
         context.state.move(ask_to_save(replace(saved, evictions=attempt.evictions)))
         return

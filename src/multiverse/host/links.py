@@ -2,7 +2,8 @@
 
 Each connection is made by the host that the VM leaves. It begins with one line of JSON (`MoveHello`), with the secret
 that the controller gave both hosts. In a network that is not private it is a TLS connection: the caller knows the exact
-certificate of the other host, from the controller.
+certificate of the other host, from the controller. The controller reaches the agent of a leased host in the same way,
+with the secret that the agent gave it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Broken, Refused, Unknown
-from multiverse.system import files
+from multiverse.host.vxlan import VxlanConfig
+from multiverse.system import files, kernel
 
 log = structlog.get_logger(__name__)
 
@@ -53,14 +55,29 @@ class MoveHello:
     token: str
     move: int
     secret: str
-    # `control`: the talk of both hosts; `disk`, `memory`: for the two QEMUs; `settle`: how has a move ended?
+    # `control`: the talk of both hosts; `disk`, `memory`: for the two QEMUs; `settle`: how has a move ended? `COMMAND`:
+    # the protocol of agents; `name` is the host's.
     channel: str
+
+    @property
+    def line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     def knows(self, token: str, secret: str) -> bool:
         return hmac.compare_digest(f"{self.token} {self.secret}".encode(), f"{token} {secret}".encode())
 
 
 _HELLOS = TypeAdapter(MoveHello)
+COMMAND = "command"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNetwork:
+    """What the agent of a lease has of its node's network. Its VMs are in a network namespace of their own."""
+
+    namespace: int  # a descriptor
+    vxlan: VxlanConfig | None = None  # the node's
+    listening: socket.socket | None = None  # for other hosts and the controller; None: it is not reached there
 
 
 class HostLink:
@@ -111,11 +128,12 @@ def shut_down(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of an SSL socket would change it under the other thread
 
 
-def dial(peer: MovePeer, hello: MoveHello) -> socket.socket:
-    """Connect to a host, and say who calls. Raises `Unknown` if it cannot be reached, and `Broken` if another one
-    answers there."""
+def dial(peer: MovePeer, hello: MoveHello, namespace: int | None = None) -> socket.socket:
+    """Connect to a host, from a network namespace or this thread's, and say who calls. Raises `Unknown` if it cannot be
+    reached, and `Broken` if another one answers there."""
     try:
-        sock = socket.create_connection((peer.address, peer.port), _CONNECT_TIMEOUT)
+        with kernel.in_network(namespace):
+            sock = socket.create_connection((peer.address, peer.port), _CONNECT_TIMEOUT)
     except OSError as error:
         what = f"cannot connect to {peer.address} port {peer.port}: {error.strerror or error}"
         raise Unknown(what, hint="is move.enabled set there, and the port open between both hosts?") from error
@@ -123,7 +141,7 @@ def dial(peer: MovePeer, hello: MoveHello) -> socket.socket:
         _tune(sock)
         if peer.certificate:
             sock = _encrypted(sock, peer)
-        sock.sendall(json.dumps(asdict(hello)).encode() + b"\n")
+        sock.sendall(hello.line)
     except OSError as error:
         sock.close()
         raise Unknown(f"the connection to {peer.address} was lost: {error}") from error
@@ -134,16 +152,28 @@ def dial(peer: MovePeer, hello: MoveHello) -> socket.socket:
 
 
 def _encrypted(sock: socket.socket, peer: MovePeer) -> socket.socket:
+    found = client_context().wrap_socket(sock)
+    try:
+        check_certificate(found.getpeercert(binary_form=True), peer)
+    except Broken:
+        found.close()
+        raise
+    return found
+
+
+def client_context() -> ssl.SSLContext:
+    """No authority signs certificates, and their time of validity says nothing: see `check_certificate`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # No authority signs it, and its time of validity says nothing: it must be this very certificate.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    found = context.wrap_socket(sock)
-    if found.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(peer.certificate):
-        found.close()
-        what = f"{peer.address}:{peer.port} has another certificate than the host that the VM is to move to"
+    return context
+
+
+def check_certificate(shown: bytes | None, peer: MovePeer) -> None:
+    """Raise `Broken` unless this (DER) is the peer's very certificate."""
+    if shown != ssl.PEM_cert_to_DER_cert(peer.certificate):
+        what = f"{peer.address}:{peer.port} has another certificate than the host that is to be reached there"
         raise Broken(what, hint="see move.addresses in the settings")
-    return found
 
 
 def _tune(sock: socket.socket) -> None:
@@ -241,33 +271,46 @@ _HELLO_TIMEOUT = 10.0  # seconds for TLS and the first line
 _CONNECTIONS = 64  # at the same time; a move has three
 
 
+def listen(address: str, port: int) -> socket.socket:
+    """A socket at which a host is reached by others. Raises `Refused` if it cannot listen there."""
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=_CONNECTIONS)
+    except OSError as error:
+        what = f"cannot receive VMs at {address} port {port}: {error.strerror or error}"
+        raise Refused(what, hint="see move.addresses and move.port in the settings") from error
+
+
 class MoveListener:
     """Accepts the connections of other hosts, each in a thread. `serve` gets the socket and its first line, and closes
     the socket. More than `_CONNECTIONS` at a time wait."""
 
     def __init__(
-        self, address: str, port: int, pair: tuple[Path, Path] | None, serve: Callable[[socket.socket, MoveHello], None]
+        self,
+        listening: socket.socket,
+        pair: tuple[Path, Path] | None,
+        serve: Callable[[socket.socket, MoveHello], None],
     ) -> None:
-        """`pair`: the files of the certificate and its key; None: connections are plain. Raises `Refused` if it cannot
-        listen there."""
-        self._serve = serve
+        """`pair`: the files of the certificate and its key; None: connections are plain. Raises `Refused` if these
+        cannot be used."""
+        self._serve, self._listening = serve, listening
         self._context: ssl.SSLContext | None = None
         try:
             if pair is not None:
                 self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                 self._context.minimum_version = ssl.TLSVersion.TLSv1_3
                 self._context.load_cert_chain(*pair)
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            self._listening = socket.create_server((address, port), family=family, backlog=_CONNECTIONS)
+            listening.listen(_CONNECTIONS)  # an earlier agent of the lease has shut it down
         except OSError as error:
-            what = f"cannot receive VMs at {address} port {port}: {error.strerror or error}"
-            raise Refused(what, hint="see move.addresses and move.port in the settings") from error
-        self.port: int = self._listening.getsockname()[1]
+            what = f"cannot receive VMs with the certificate in {pair[0].parent}: {error}" if pair else str(error)
+            raise Refused(what, hint="remove it: a new one is made") from error
+        self.address, self.port = listening.getsockname()[:2]
         self._room = threading.Semaphore(_CONNECTIONS)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        threading.Thread(target=self._run, name="moves", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="moves", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         while True:
@@ -312,4 +355,5 @@ class MoveListener:
             for sock in self._open:
                 shut_down(sock)
         shut_down(self._listening)
+        self._thread.join(1.0)  # or it would take a connection of the next agent's
         self._listening.close()

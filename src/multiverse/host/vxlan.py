@@ -128,7 +128,7 @@ class Vxlan:
         self._lock = threading.Lock()
         self._is_sure = True  # the kernel has what is recorded, unless a change by this process has failed
         try:
-            with self._inside():
+            with kernel.in_network(self.config.namespace):
                 self._nft = Nft()
         except OSError as error:
             what = f"a VXLAN needs nftables on this host: {error}"
@@ -231,27 +231,11 @@ class Vxlan:
         records = self.config.records
         try:
             records.mkdir(parents=True, exist_ok=True)
-            with self._lock, locked_file(records / _LOCK), self._inside(), IPRoute() as ip:
+            with self._lock, locked_file(records / _LOCK), kernel.in_network(self.config.namespace), IPRoute() as ip:
                 yield ip
         except (NetlinkError, OSError) as error:
             what = f"cannot change the VXLAN {self.config.device}: {error}"
             raise Broken(what, hint=f"see `ip -d link show {self.config.device}`") from error
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """This thread is in the namespace of the bridge."""
-        if self.config.namespace is None:
-            yield
-            return
-        own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            kernel.setns(self.config.namespace, kernel.CLONE_NEWNET)
-            try:
-                yield
-            finally:
-                kernel.setns(own, kernel.CLONE_NEWNET)
-        finally:
-            os.close(own)
 
     def _owners(self) -> list[str]:
         with suppress(FileNotFoundError):

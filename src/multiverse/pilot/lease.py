@@ -105,6 +105,22 @@ class LeaseDirectory:
             return None
 
 
+_END = "ends"
+
+
+def write_end(state: Path, at: float) -> None:
+    """Tell the agent with that state directory when the scheduler kills its pilot (Unix time)."""
+    files.replace(state / _END, f"{at:.3f}", mode=0o600)
+
+
+def read_end(state: Path) -> float:
+    """When the scheduler kills the pilot of the agent with that state directory (Unix time); 0 if nobody knows."""
+    try:
+        return float((state / _END).read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
 def directory_of(leases: Path, name: str) -> LeaseDirectory:
     """The directory of a lease. Raises `Refused` if `name` is no name of a lease."""
     plain = name.replace("-", "").isalnum() and name.isascii() and not name.startswith("-")

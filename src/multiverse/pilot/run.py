@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,6 +18,8 @@ import structlog
 
 from multiverse.config import LEASE_RESERVE, Settings
 from multiverse.core.errors import Broken, MultiverseError, Refused
+from multiverse.host import links
+from multiverse.host.links import NodeNetwork
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot import lease
 from multiverse.pilot.lease import LeaseDirectory, LeaseGroup, PilotRecord
@@ -43,9 +48,11 @@ class PilotOrder:
     cores: int  # the job's
     memory: int  # MiB, the job's
     settings: Settings
-    agent: Callable[[Settings, VxlanConfig | None], None]  # runs an agent until it is told to end
+    agent: Callable[[Settings, NodeNetwork], None]  # runs an agent until it is told to end
     vxlan: VxlanConfig | None = None  # the node's
-    drain: float = 25.0  # seconds that the agent has to end its VMs
+    address: str = ""  # of the node, for other hosts and the controller; empty: they do not connect to it
+    drain: float = 25.0  # seconds that the agent has to end its VMs, if nobody knows when the pilot is killed
+    kill_wait: float = 0.0  # seconds from the scheduler's first signal until it kills a job; 0: nobody knows
 
 
 def leased_settings(order: PilotOrder, place: LeaseDirectory, slot: int) -> Settings:
@@ -66,7 +73,12 @@ def leased_settings(order: PilotOrder, place: LeaseDirectory, slot: int) -> Sett
 
 
 def begin(
-    order: PilotOrder, place: LeaseDirectory, made: Sequence[LeaseGroup], slot: int, connected: Callable[[], None]
+    order: PilotOrder,
+    place: LeaseDirectory,
+    made: Sequence[LeaseGroup],
+    slot: int,
+    node: NodeNetwork,
+    connected: Callable[[], None],
 ) -> int:
     """Be the first process of the lease; the exit status. `connected` waits until the network has its uplink."""
     kernel.die_with_parent()
@@ -79,7 +91,7 @@ def begin(
     except (OSError, MultiverseError) as error:
         print(f"the pilot cannot start: {error}", file=sys.stderr, flush=True)
         return 1
-    return _Supervisor(order, settings, made).run()
+    return _Supervisor(order, settings, made, node).run()
 
 
 def _mount_own(settings: Settings, place: LeaseDirectory, made: Sequence[LeaseGroup]) -> None:
@@ -97,29 +109,34 @@ def _mount_own(settings: Settings, place: LeaseDirectory, made: Sequence[LeaseGr
 
 
 class _Supervisor:
-    def __init__(self, order: PilotOrder, settings: Settings, made: Sequence[LeaseGroup]) -> None:
-        self._order, self._settings, self._made = order, settings, made
+    def __init__(self, order: PilotOrder, settings: Settings, made: Sequence[LeaseGroup], node: NodeNetwork) -> None:
+        self._order, self._settings, self._made, self._node = order, settings, made, node
         self._agent = 0
-        self._ends = 0.0  # monotonic time until which the agent may end its VMs; 0: it is not to end
+        self._told = 0.0  # monotonic time at which it was told to end; 0: it is not to end
 
     def run(self) -> int:
         """Until the pilot is told to end, and its VMs have ended or had their time. The rest ends with this process."""
         self._start()
-        while self._agent or not self._ends:
-            left = self._ends - time.monotonic() if self._ends else _RESTART
-            if self._ends and left <= 0:
+        while self._agent or not self._told:
+            left = self._left() if self._told else _RESTART
+            if left <= 0:
                 break
             got = signal.sigtimedwait(SIGNALS, left)
             if got is not None and got.si_signo != signal.SIGCHLD:
                 self._end_vms()
             self._reap()
-            if got is None and not self._agent and not self._ends:
+            if got is None and not self._agent and not self._told:
                 self._start()
         return 0
 
+    def _left(self) -> float:
+        """Seconds that are left for the VMs to leave or to be ended."""
+        drained = self._told + self._order.drain - time.monotonic()
+        return max(drained, lease.read_end(self._settings.agent.state_dir) - time.time())
+
     def _end_vms(self) -> None:
-        if not self._ends:
-            self._ends = time.monotonic() + self._order.drain
+        if not self._told:
+            self._told = time.monotonic()
             if self._agent:
                 os.kill(self._agent, END_VMS)
 
@@ -138,11 +155,14 @@ class _Supervisor:
                 lease.join_groups(self._made)
                 signal.signal(END_VMS, signal.SIG_IGN)  # until the agent handles it
                 signal.pthread_sigmask(signal.SIG_SETMASK, set())
-                self._order.agent(self._settings, self._order.vxlan)
+                self._order.agent(self._settings, self._node)
                 status = 0
             except (OSError, MultiverseError) as error:
                 print(f"the agent cannot start: {error}", file=sys.stderr, flush=True)
+            except BaseException:
+                traceback.print_exc()
             finally:
+                sys.stderr.flush()
                 os._exit(status)
 
 
@@ -152,11 +172,11 @@ _LOGS = ".logs"
 _KEPT = 20  # logs of pilots that have ended
 
 
-def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
+def run(order: PilotOrder, signalled: Callable[[Path], None] = lambda _: None) -> int:
     """Run until the lease's first process has ended; the exit status. `signalled` is called when anybody tells the
-    pilot to end (SIGTERM). Then nothing is left on the node; after a SIGKILL the epilog or the next pilot cleans up.
-    Raises `Refused` for a bad name, and where another agent has this node; `Broken` without a bridge; what
-    `lease.join_vxlan` raises."""
+    pilot to end (SIGTERM), with the agent's state directory, to which it may write a later end (`lease.write_end`).
+    Then nothing is left on the node; after a SIGKILL the epilog or the next pilot cleans up. Raises `Refused` for a bad
+    name, and where another agent has this node; `Broken` without a bridge; what `lease.join_vxlan` raises."""
     settings = order.settings
     if os.geteuid() != 0:
         raise Refused("the pilot is not root", hint="set become under [[lease]], or let pilots be jobs of root")
@@ -199,7 +219,7 @@ def _log_to(logs: Path, name: str) -> None:
 
 
 def _run(
-    order: PilotOrder, place: LeaseDirectory, made: Sequence[LeaseGroup], number: int, signalled: Callable[[], None]
+    order: PilotOrder, place: LeaseDirectory, made: Sequence[LeaseGroup], number: int, signalled: Callable[[Path], None]
 ) -> int:
     """Start the first process, connect its network, and wait for its end; its exit status."""
     (ready, made_ready), (go, give) = os.pipe(), os.pipe()
@@ -209,17 +229,20 @@ def _run(
         if not os.read(go, 1):
             raise Broken("the network was not connected")
 
+    node = _node_network(order, number)
     kernel.unshare(kernel.CLONE_NEWPID)  # of the processes that this one starts from now on
     child = os.fork()
     if child == 0:
         status = 1
         try:
             os.close(give)
-            status = begin(order, place, made, number, wait_for_uplink)
+            status = begin(order, place, made, number, node, wait_for_uplink)
         finally:
             os._exit(status)
     os.close(made_ready)
     os.close(go)
+    if node.listening is not None:
+        node.listening.close()  # nobody is to connect once the agent has ended
     found = ProcessIdentity.of(child)
     groups = tuple(str(one.path) for one in made)
     place.record(PilotRecord(order.job, found.pid, found.started, found.boot_id, groups))
@@ -229,10 +252,11 @@ def _run(
             lease.connect_network(order.name, order.settings.qemu.bridge, child)
             os.write(give, b"!")
         os.close(give)
-        status = _wait(child, handle, signalled)
+        status = _wait(child, handle, order, place, signalled)
     except BaseException:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
-        os.waitpid(child, 0)
+        while os.waitpid(-1, 0)[0] != child:  # its namespace ends after all that this process has started there
+            pass
         raise
     finally:
         os.close(handle)
@@ -240,19 +264,41 @@ def _run(
     return status
 
 
-def _wait(child: int, handle: int, signalled: Callable[[], None]) -> int:
+def _node_network(order: PilotOrder, slot: int) -> NodeNetwork:
+    """The node's network, in which the agent listens by a socket that is made here."""
+    listening: socket.socket | None = None
+    if order.address:
+        try:
+            listening = links.listen(order.address, order.settings.move.lease_port + slot)
+        except Refused as error:
+            log.warning("no VM moves from or to this lease, and none is saved as it ends", reason=str(error))
+    namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    return NodeNetwork(namespace, order.vxlan, listening)
+
+
+def _wait(child: int, handle: int, order: PilotOrder, place: LeaseDirectory, signalled: Callable[[Path], None]) -> int:
     """Wait for the first process's end, and hand signals on; its exit status."""
     told = False
     while True:
         number = signal.sigwait(SIGNALS)
         if number != signal.SIGCHLD:
+            _note_end(order, place)
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGTERM)
             if not told:
                 told = True
-                signalled()
+                signalled(place.state)
             continue
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == child:
                     return os.waitstatus_to_exitcode(ended[1])
+
+
+def _note_end(order: PilotOrder, place: LeaseDirectory) -> None:
+    """Keep when the scheduler kills this job, after it has signalled it. When it signals it again, its GraceTime is
+    over, or somebody has cancelled it meanwhile."""
+    known, now = lease.read_end(place.state), time.time()
+    if order.kill_wait:
+        with suppress(OSError):  # a full disk: nothing is held
+            lease.write_end(place.state, min(known or math.inf, now + order.kill_wait))

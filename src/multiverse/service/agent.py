@@ -17,20 +17,19 @@ from pathlib import Path
 import structlog
 
 import multiverse
-from multiverse.agent.protocol import LONGEST_LINE, MoveOffer
+from multiverse.agent.protocol import LONGEST_LINE, AgentLink, MoveOffer
 from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer, EpochFile
 from multiverse.bundles.contract import HostSide, LocalHost, platform_bundles, scheduler_bundle
-from multiverse.config import Settings, VxlanSettings, move_address
+from multiverse.config import Settings, VxlanSettings, jobs_leave_leases, move_address
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model.identity import is_site, site_of
 from multiverse.core.model.usage import HostUsage, Load
 from multiverse.core.model.vm import VmRef
 from multiverse.host import links
-from multiverse.host.links import MoveHello, MoveListener
+from multiverse.host.links import MoveHello, MoveListener, NodeNetwork
 from multiverse.host.sampling import Sampler
-from multiverse.host.vxlan import VxlanConfig
-from multiverse.pilot.lease import NODE_SHARE, share_of
+from multiverse.pilot.lease import NODE_SHARE, read_end, share_of
 from multiverse.pilot.run import END_VMS
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
@@ -55,11 +54,11 @@ def _host_side(settings: Settings) -> HostSide:
 class _Hypervisors:
     """The hypervisor of each site whose controller has connected."""
 
-    def __init__(self, settings: Settings, vxlan: VxlanConfig | None = None) -> None:
-        """`vxlan` is that of the node, for the agent of a lease."""
+    def __init__(self, settings: Settings, node: NodeNetwork | None = None) -> None:
+        """`node` is the network of a leased node."""
         self._offer: MoveOffer | None = None
         self._lock = threading.Lock()
-        self._settings, self._vxlan, self._side = settings, vxlan, _host_side(settings)
+        self._settings, self._node, self._side = settings, node, _host_side(settings)
         self._of_site: dict[str, LocalHost] = {}
 
     def check(self) -> None:
@@ -73,7 +72,7 @@ class _Hypervisors:
             raise Refused(f"{site!r} is no name of a site", hint="is the other side a controller of Multiverse?")
         with self._lock:
             if site not in self._of_site:
-                made = self._of_site[site] = self._side.local(self._settings, site, self._vxlan)
+                made = self._of_site[site] = self._side.local(self._settings, site, self._node)
                 made.resume_moves(self._offer)
             return self._of_site[site]
 
@@ -109,21 +108,40 @@ class _Hypervisors:
 
 
 @contextlib.contextmanager
-def _receiving(settings: Settings, hypervisors: _Hypervisors) -> Iterator[None]:
-    """Receive VMs of other hosts, if the settings say so. Raises `Refused` if it cannot listen there."""
-    move = settings.move
-    if not move.enabled:
-        yield
+def _receiving(settings: Settings, hypervisors: _Hypervisors, node: NodeNetwork | None) -> Iterator[AgentLink | None]:
+    """Receive VMs of other hosts, if the settings say so, and on a leased `node` the controller, by the link that it
+    gives. Raises `Refused` if it cannot listen there."""
+    move, secret = settings.move, secrets.token_hex(32)
+    listening = node.listening if node is not None else _listen(settings)
+    if listening is None:
+        yield None
         return
-    address = move_address(settings, settings.host.name)
+
+    def serve(sock: socket.socket, hello: MoveHello) -> None:
+        if hello.channel != links.COMMAND:
+            hypervisors.serve_move(sock, hello)
+            return
+        if node is None or not hello.knows("", secret):
+            raise Refused("it is no controller that this agent knows")
+        with socket.socket(socket.AF_UNIX) as agent:
+            agent.connect(str(settings.agent.socket))
+            links.relay(sock, agent)
+
     pair = None if move.private else links.certificate(settings.agent.state_dir)
-    listener = MoveListener(address, move.port, pair, hypervisors.serve_move)
+    listener = MoveListener(listening, pair, serve)
     try:
         certificate = pair[0].read_text() if pair is not None else ""
-        hypervisors.receive_moves(MoveOffer(address=address, port=move.port, certificate=certificate))
-        yield
+        offer = MoveOffer(address=listener.address, port=listener.port, certificate=certificate)
+        if move.enabled:
+            hypervisors.receive_moves(offer)
+        yield AgentLink(**offer.model_dump(), secret=secret) if node is not None else None
     finally:
         listener.close()
+
+
+def _listen(settings: Settings) -> socket.socket | None:
+    move = settings.move
+    return links.listen(move_address(settings, settings.host.name), move.port) if move.enabled else None
 
 
 def _make_directories(settings: Settings) -> None:
@@ -219,13 +237,43 @@ async def _end_vms(settings: Settings, hypervisors: _Hypervisors) -> None:
 async def _serve_until_ending(
     settings: Settings, server: AgentServer, hypervisors: _Hypervisors, stop: asyncio.Event
 ) -> None:
-    """Wait for the signal of a lease's pilot, then end all VMs, and this agent."""
+    """Wait for the signal of a lease's pilot. Then let the VMs leave, if the controller reaches this agent till the
+    end; end those that are left, and this agent."""
     ending = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(END_VMS, ending.set)
     await ending.wait()
-    server.refuse("the lease ends")
+    if server.link is not None and jobs_leave_leases(settings):
+        await _hold_vms(settings, server, hypervisors)
+    server.refuse(_ENDS)
     await _end_vms(settings, hypervisors)
     stop.set()
+
+
+_ENDS = "the lease ends"
+_LOOK = 0.5  # seconds between two looks at the VMs that are held
+_SPARE = 2.0  # seconds for what takes longer than it should
+
+
+async def _hold_vms(settings: Settings, server: AgentServer, hypervisors: _Hypervisors) -> None:
+    """Take no VM any more, and leave those that are here alone until all have left, or until shortly before the
+    scheduler kills the pilot, which may tell another time meanwhile."""
+    held = False
+    while (until := _holds_until(settings)) > time.time():
+        server.refuse(_ENDS, until)
+        if not any([await hypervisors.of(site).list_vms() for site in hypervisors.sites()]):
+            if held:
+                log.info("all VMs have left, because the lease ends")
+                await asyncio.sleep(settings.poll + 1)  # meanwhile their controller sees that they are gone
+            return
+        held = True
+        await asyncio.sleep(_LOOK)
+
+
+def _holds_until(settings: Settings) -> float:
+    """Until when (Unix time) the VMs of a lease whose pilot is told to end are left alone: what ends them, and lets the
+    controller see that, takes the rest of the time."""
+    takes = settings.pacing.reclaim_grace + settings.poll + 1 + _SPARE
+    return read_end(settings.agent.state_dir) - takes
 
 
 async def _serve_jobs_too(stack: contextlib.AsyncExitStack, settings: Settings, reload: SettingsReload | None) -> None:
@@ -251,27 +299,22 @@ async def _serve_jobs_alone(settings: Settings, reload: SettingsReload | None) -
     log.info("agent stopped")
 
 
-async def serve(
-    settings: Settings, file: Path | None = None, *, leased: bool = False, vxlan: VxlanConfig | None = None
-) -> None:
+async def serve(settings: Settings, file: Path | None = None, *, node: NodeNetwork | None = None) -> None:
     """Run until SIGTERM or SIGINT. VMs stay; the next agent finds them. At each SIGHUP the settings are read again from
-    `file`. With `leased`, a lease's pilot runs this agent, and tells it when the lease ends; `vxlan` is that of its
-    node."""
+    `file`. On a leased `node` a pilot runs this agent, and tells it when the lease ends."""
     if file is None:
-        await _serve(settings, leased=leased, vxlan=vxlan)
+        await _serve(settings, None, node)
         return
     reload = SettingsReload(file, settings)
     reading = asyncio.create_task(reload.run(), name="settings")
     try:
-        await _serve(settings, reload, leased=leased, vxlan=vxlan)
+        await _serve(settings, reload, node)
     finally:
         reading.cancel()
 
 
-async def _serve(
-    settings: Settings, reload: SettingsReload | None = None, *, leased: bool, vxlan: VxlanConfig | None
-) -> None:
-    if leased:  # leases of one node would have the same port
+async def _serve(settings: Settings, reload: SettingsReload | None, node: NodeNetwork | None) -> None:
+    if node is not None and node.listening is None:
         settings = replace(settings, move=replace(settings.move, enabled=False))
     _make_directories(settings)
     if settings.job_vms.only:
@@ -281,17 +324,18 @@ async def _serve(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(state / "lock", "agent"))
         processes = ProcessCounter()
-        hypervisors = _Hypervisors(settings, vxlan)
+        hypervisors = _Hypervisors(settings, node)
         hypervisors.check()
         stack.callback(hypervisors.close)  # otherwise this process would last as long as its longest call
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
-        stack.enter_context(_receiving(settings, hypervisors))
+        link = stack.enter_context(_receiving(settings, hypervisors, node))
         fence = await _self_fence(settings, hypervisors)
         timer = fence.timer if fence else None
         samples = await stack.enter_async_context(_sampling(settings))
         server = AgentServer(
             who, EpochFile(state / "epochs"), hypervisors.of_controller, processes.programs, timer, samples
         )
+        server.link = link
         stop = stop_signal()
         sock = bind(settings.agent.socket, "agent.socket")
         stack.callback(settings.agent.socket.unlink, missing_ok=True)
@@ -301,7 +345,7 @@ async def _serve(
             await _serve_jobs_too(stack, settings, reload)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(fence.run(), name="self-fencing") if fence else None
-            pilot = group.create_task(_serve_until_ending(settings, server, hypervisors, stop)) if leased else None
+            pilot = group.create_task(_serve_until_ending(settings, server, hypervisors, stop)) if node else None
             await stop.wait()
             for task in (watching, pilot):
                 if task is not None:

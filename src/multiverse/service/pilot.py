@@ -8,16 +8,19 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import structlog
 
-from multiverse.config import Settings, vxlan_address
+from multiverse.config import Settings, jobs_leave_leases, move_address, vxlan_address
 from multiverse.core.errors import Refused
 from multiverse.core.model.identity import site_of_lease
 from multiverse.drivers.qemu.driver import vxlan_config
-from multiverse.drivers.slurm.leases import ENDING
+from multiverse.drivers.slurm.leases import ENDING, preempted_at
+from multiverse.drivers.slurm.site.conf import kill_wait
+from multiverse.host.links import NodeNetwork
 from multiverse.host.vxlan import VxlanConfig
-from multiverse.pilot.lease import memory_limit, vxlan_of_node
+from multiverse.pilot.lease import memory_limit, vxlan_of_node, write_end
 from multiverse.pilot.run import PilotOrder, run
 
 log = structlog.get_logger()
@@ -49,8 +52,28 @@ def run_pilot(settings: Settings, name: str, given: PilotJob) -> int:
     """Run the pilot of the lease `name`; its exit status. Raises `Refused` for an unknown job, and as
     `pilot.run`."""
     job = _completed(given, os.environ)
-    order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent, _vxlan(settings, name, job.node))
-    return run(order, lambda: _tell(settings, job))
+    order = PilotOrder(
+        name,
+        job.id,
+        job.cores,
+        job.memory,
+        settings,
+        _run_agent,
+        _vxlan(settings, name, job.node),
+        _address(settings, job.node),
+        kill_wait=kill_wait(settings.slurm.conf),
+    )
+
+    def signalled(state: Path) -> None:
+        _tell(settings, job)
+        # No thread: none can be started after unshare(CLONE_NEWPID), see clone(2).
+        if order.kill_wait and os.fork() == 0:
+            try:
+                _find_grace(settings, job, order.kill_wait, state)
+            finally:
+                os._exit(0)
+
+    return run(order, signalled)
 
 
 def _completed(given: PilotJob, environment: Mapping[str, str]) -> PilotJob:
@@ -85,17 +108,48 @@ def _vxlan(settings: Settings, lease: str, node: str) -> VxlanConfig | None:
     return vxlan_of_node(config, settings.agent.leases, partial(vxlan_address, settings, node or settings.host.name))
 
 
-def _run_agent(settings: Settings, vxlan: VxlanConfig | None) -> None:
+def _address(settings: Settings, node: str) -> str:
+    """The node's address for other hosts and the controller; empty if nothing moves, and no job leaves a lease."""
+    if not (settings.move.enabled or jobs_leave_leases(settings)):
+        return ""
+    try:
+        return move_address(settings, node or settings.host.name)
+    except Refused as error:
+        log.warning("no VM moves from or to this lease, and none is saved as it ends", reason=str(error))
+        return ""
+
+
+def _run_agent(settings: Settings, node: NodeNetwork) -> None:
     from multiverse.service.agent import serve  # imported late: the first process of a lease stays small
 
-    asyncio.run(serve(settings, leased=True, vxlan=vxlan))
+    asyncio.run(serve(settings, node=node))
+
+
+def _scontrol(settings: Settings) -> tuple[str, dict[str, str]]:
+    """The program and its environment. Times are shown as seconds."""
+    program = str(settings.slurm.bin_dir / "scontrol") if settings.slurm.bin_dir else "scontrol"
+    return program, {**os.environ, "SLURM_CONF": str(settings.slurm.conf), "SLURM_TIME_FORMAT": "%s"}
+
+
+def _find_grace(settings: Settings, job: PilotJob, kill_wait: float, state: Path) -> None:
+    """Tell the agent when the pilot is killed, if it is preempted with a GraceTime. While slurmctld does not answer, it
+    holds its VMs for no longer than KillWait."""
+    program, environment = _scontrol(settings)
+    argv = [program, "show", "job", "-o", job.id]
+    try:
+        shown = subprocess.run(
+            argv, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
+        )
+        if end := preempted_at(shown.stdout):
+            write_end(state, end + kill_wait)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the end of the pilot's GraceTime is not known", reason=str(error))
 
 
 def _tell(settings: Settings, job: PilotJob) -> None:
     """Write into the job's comment that the pilot was told to end. Nothing waits for it."""
-    program = str(settings.slurm.bin_dir / "scontrol") if settings.slurm.bin_dir else "scontrol"
+    program, environment = _scontrol(settings)
     argv = [program, "update", f"JobId={job.id}", f"Comment={job.token} {ENDING}"]
-    environment = {**os.environ, "SLURM_CONF": str(settings.slurm.conf)}
     try:
         subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
     except OSError as error:

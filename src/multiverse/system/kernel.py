@@ -8,7 +8,8 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 # <linux/sched.h>
@@ -36,6 +37,24 @@ def unshare(flags: int) -> None:
 def setns(fd: int, flags: int) -> None:
     """Move this thread into the namespace of a file in /proc/PID/ns, or of a pidfd's process (setns(2))."""
     _check(_libc.setns(fd, flags), "setns")
+
+
+@contextmanager
+def in_network(namespace: int | None) -> Iterator[None]:
+    """This thread is in that network namespace (a descriptor) meanwhile; None: where it is. A socket that it makes
+    stays there."""
+    if namespace is None:
+        yield
+        return
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        setns(namespace, CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            setns(own, CLONE_NEWNET)
+    finally:
+        os.close(own)
 
 
 def mount(source: str | None, target: Path, flags: int, kind: str | None = None, options: str | None = None) -> None:

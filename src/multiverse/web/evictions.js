@@ -6,7 +6,7 @@ import { store, View } from "./store.js";
 const SHOWN = 4;
 const HOUR = 3600;
 const WAYS = [["move", "moves in the last hour"], ["save", "saves in the last hour"]];
-const CAUSES = [["drain", "off drained hosts"], ["preemption", "for urgent jobs"], ["lease", "off leased hosts"], ["operator", "by operators"]];
+const CAUSES = [["drain", "off drained hosts"], ["preemption", "for urgent jobs"], ["lease", "off leases that end"], ["packing", "to give leases back"], ["operator", "by operators"]];
 
 // Running jobs that leave their hosts: how many lately and why, which leave now, and which a limit holds back. Where
 // nothing of that happens, nothing is shown.

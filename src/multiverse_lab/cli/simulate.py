@@ -30,7 +30,7 @@ History = Annotated[
     str,
     typer.Option(
         help="Of a seed: crowded, operated, leasing, requesting, overflowing, failing, saving, moving, "
-        "checkpointing, sleeping or evicting. By default that with faults."
+        "checkpointing, sleeping, evicting or leaving. By default that with faults."
     ),
 ]
 

@@ -21,6 +21,7 @@ from multiverse.core.errors import Refused
 from multiverse_lab.simulation.generate import crowded, failing, leasing, operated, overflowing, requesting, with_faults
 from multiverse_lab.simulation.generate_checkpoints import checkpointing
 from multiverse_lab.simulation.generate_evicting import evicting
+from multiverse_lab.simulation.generate_leaving import leaving
 from multiverse_lab.simulation.generate_moving import moving
 from multiverse_lab.simulation.generate_saving import saving
 from multiverse_lab.simulation.generate_sleeping import sleeping
@@ -67,6 +68,10 @@ EVICTING = 16
 hosts."""
 
 
+LEAVING = 16
+"""Of every so many seeds, one is also simulated with jobs that leave leased hosts."""
+
+
 SAVING = 8
 """Of every so many seeds, one is also simulated with jobs that are saved and resumed."""
 
@@ -91,6 +96,7 @@ HISTORIES = {
     "sleeping": SeedHistory(sleeping, SLEEPING, 13),
     "checkpointing": SeedHistory(checkpointing, CHECKPOINTING, 10),
     "evicting": SeedHistory(evicting, EVICTING, 3),
+    "leaving": SeedHistory(leaving, LEAVING, 7),
 }
 
 

@@ -787,10 +787,11 @@ class Machines:
             raise Gone(f"no VM {vm.name} at {vm.source}")
         return machine
 
-    def refuse(self, host: str, why: str) -> None:
-        """The host's agent takes no VM any more, and says so with each observation."""
+    def refuse(self, host: str, why: str, holds_until: float = 0.0) -> None:
+        """The host's agent takes no VM any more, and says so with each observation, and until when (Unix time) it
+        leaves its VMs alone."""
         if host in self.hosts:  # its agent has started
-            self.hosts[host] = replace(self.hosts[host], refuses=why)
+            self.hosts[host] = replace(self.hosts[host], refuses=why, holds_until=holds_until)
 
     def _check_taken(self, host: str) -> None:
         if why := self.hosts[host].refuses:

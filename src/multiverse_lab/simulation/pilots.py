@@ -1,9 +1,10 @@
 """Pilot jobs in the simulated Slurm: physical nodes that are leased, and what happens to them.
 
 A pilot waits for a node, runs, and is told to end by preemption, an operator, its time limit or the controller; then
-its agent says that it ends, takes no VM any more, and ends those that it has within KillWait. Slurm shows the end of
-some pilots later than their agents do. A node that is set DOWN ends its pilot in Slurm at once, while its VMs go on
-until the node is rebooted. All that happens whether or not slurmctld answers; only its answers are missed.
+its agent says that it ends, takes no VM any more, holds those that it has for as long as its notice permits, and ends
+them within KillWait. Slurm shows the end of some pilots later than their agents do. A node that is set DOWN ends its
+pilot in Slurm at once, while its VMs go on until the node is rebooted. All that happens whether or not slurmctld
+answers; only its answers are missed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from multiverse.core.errors import Refused
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import LeaseSpec, PilotSeen, PilotState
+from multiverse.core.model.machine import MachineKind
+from multiverse.core.model.saved import Storage
 from multiverse_lab.simulation.clock import EPOCH
 from multiverse_lab.simulation.machines import ABILITIES, Machines
 
@@ -26,6 +29,8 @@ PARTITION = "physical"
 
 SHOWN_WITHIN = 3
 """Seconds, at most, until Slurm shows that a pilot ends, in whole seconds that depend on the lease."""
+
+HELD_LOOKS = 1.0  # seconds between two looks of an agent at the VMs that it holds
 
 LAST_WORD = 3.0
 """Seconds that an agent goes on after it has ended all VMs, so that its controller sees that they are gone."""
@@ -39,9 +44,12 @@ class PhysicalNodes:
     size: Size = field(default=Size(6, 8192, 65536))
     wait: tuple[float, float] = (0.5, 20.0)  # until a pilot gets a node that is free
     start: tuple[float, float] = (0.5, 3.0)  # until its agent answers
+    notice: tuple[float, float] = (0.0, 0.0)  # for which its agent holds its VMs, so that they leave
     drain: tuple[float, float] = (0.1, 25.0)  # until its agent has ended all VMs, within KillWait
     reboot: tuple[float, float] = (30.0, 300.0)  # until a node that was set DOWN has been rebooted
     min_job_age: tuple[float, float] = (2.0, 300.0)
+    storage: Storage | None = None  # as of the hosts that are made of them, like the next one
+    moves: MachineKind | None = None
 
 
 @dataclass(eq=False)
@@ -132,8 +140,9 @@ class Pilots:
 
     def _boot(self, pilot: Pilot) -> None:
         if pilot.state is PilotState.RUNNING:
-            size = self.nodes.size
-            self._machines.hosts[pilot.spec.name] = Host(pilot.spec.name, size, ABILITIES, size, "tcg")
+            nodes, name = self.nodes, pilot.spec.name
+            made = Host(name, nodes.size, ABILITIES, nodes.size, "tcg", storage=nodes.storage, moves=nodes.moves)
+            self._machines.hosts[name] = made
 
     def _time_out(self, pilot: Pilot, restarts: int) -> None:
         if pilot.state is PilotState.RUNNING and pilot.restarts == restarts:
@@ -149,7 +158,15 @@ class Pilots:
         elif pilot.state is PilotState.RUNNING:
             pilot.state, pilot.reason = PilotState.ENDING, reason
             pilot.ends_from = self._loop.time() + crc32(pilot.spec.token.encode()) % (SHOWN_WITHIN + 1)
-            self._machines.refuse(pilot.spec.name, "the lease ends")
+            until = self._loop.time() + (self._rng.uniform(*self.nodes.notice) if any(self.nodes.notice) else 0.0)
+            self._machines.refuse(pilot.spec.name, "the lease ends", EPOCH + until)
+            self._hold(pilot, until)
+
+    def _hold(self, pilot: Pilot, until: float) -> None:
+        """Its agent holds its VMs until then, or until all have left."""
+        if self._loop.time() < until and self._machines.vms_on(pilot.spec.name):
+            self._loop.call_later(HELD_LOOKS, lambda: self._hold(pilot, until))
+        else:
             self._later(self.nodes.drain, lambda: self._drain(pilot))
 
     def _drain(self, pilot: Pilot) -> None:

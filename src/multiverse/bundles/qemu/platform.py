@@ -14,6 +14,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -26,6 +27,7 @@ from multiverse.agent.connection import (
     CommandTransport,
     ControllerEpoch,
     ControllerIdentity,
+    SocketStream,
     Stream,
     Transport,
     UnixTransport,
@@ -33,6 +35,7 @@ from multiverse.agent.connection import (
     other_command,
 )
 from multiverse.agent.hypervisor import NOT_STARTED, AgentHypervisor, VxlanDirectory
+from multiverse.agent.protocol import LONGEST_LINE, AgentLink
 from multiverse.bundles.contract import DaemonTask, Examination, Followed, LeasedTransport, PlatformContext
 from multiverse.config import Settings, host_names, host_settings, uplink_of, vxlan_address
 from multiverse.core.errors import Broken, MultiverseError, Refused, Unknown
@@ -46,11 +49,13 @@ from multiverse.core.policy import Policy, image_of
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.drivers.qemu.driver import QemuHypervisor, sites, vxlan_config
+from multiverse.host.links import COMMAND, MoveHello, MovePeer, NodeNetwork, check_certificate, client_context
 from multiverse.host.vxlan import Vxlan, VxlanConfig, is_of_machine, machine_owner
 from multiverse.images import transfer
 from multiverse.images.catalog import Image, list_images
 from multiverse.ports import Clock
 from multiverse.site import machine
+from multiverse.system import files
 
 log = structlog.get_logger()
 
@@ -76,8 +81,14 @@ def connect_agents(context: PlatformContext) -> AgentHypervisor:
     def connect(host: str) -> AgentConnection:
         return AgentConnection(host, transport_to(host, settings), who, epoch, Random())
 
+    kept = settings.state_dir / "links"
+    for path in kept.glob("*"):
+        if path.name not in leased:
+            path.unlink()
+
     def connect_leased(host: LeasedHost) -> AgentConnection:
-        return AgentConnection(host.lease.name, PilotTransport(context.leased, host), who, epoch, Random())
+        transport = PilotTransport(context.leased, host, kept / host.lease.name)
+        return AgentConnection(host.lease.name, transport, who, epoch, Random(), transport.learned)
 
     return AgentHypervisor([*hosts, *leased], connect, partial(declared, settings), connect_leased, leased)
 
@@ -100,13 +111,33 @@ def declared(settings: Settings, name: str) -> Host | None:
 
 
 class PilotTransport:
-    """The agent of a leased host, by a step in its pilot."""
+    """The agent of a leased host: by the link that it has told of, or else by a step in its pilot. No step begins any
+    more once a pilot is told to end."""
 
-    def __init__(self, leased: LeasedTransport | None, host: LeasedHost) -> None:
-        self._leased, self._host = leased, host
+    def __init__(self, leased: LeasedTransport | None, host: LeasedHost, kept: Path | None = None) -> None:
+        """The link is `kept` in that file for a later run of the controller, which may begin as the lease ends."""
+        self._leased, self._host, self._kept = leased, host, kept
+        self._link: AgentLink | None = None
+        self._tried = False  # the link, and nobody was greeted there since
+        if kept is not None:
+            with suppress(OSError, ValueError):
+                self._link = AgentLink.model_validate_json(kept.read_bytes())
+
+    def learned(self, link: AgentLink) -> None:
+        if self._kept is not None and link != self._link:
+            with suppress(OSError):  # a full disk
+                self._kept.parent.mkdir(mode=0o700, exist_ok=True)
+                files.replace(self._kept, link.model_dump_json(), mode=0o600)
+        self._link, self._tried = link, False
 
     async def open(self) -> Stream:
-        """A new step needs slurmctld; a step that runs does not."""
+        """A new step needs slurmctld; a step that runs, and the link, do not. After a restart of the agent it takes a
+        step, because there is another secret."""
+        self._tried = not self._tried
+        if self._link is not None and self._tried:
+            with suppress(Unknown, Broken):
+                return await LinkTransport(self._host.lease.name, self._link).open()
+            self._tried = False
         if self._leased is None:
             raise Unknown(f"the scheduler does not lead to {self._host.lease.name}", hint="it leases no hosts now")
         try:
@@ -114,6 +145,38 @@ class PilotTransport:
         except Refused as error:
             raise Unknown(error.message, hint=error.hint) from error
         return await CommandTransport(command).open()
+
+
+_LINK_TIMEOUT = 3.0  # seconds
+
+
+class LinkTransport:
+    """The agent of a leased host, by a connection to its node."""
+
+    def __init__(self, host: str, link: AgentLink) -> None:
+        self._host, self._link = host, link
+
+    async def open(self) -> Stream:
+        """Raises `Unknown` if nobody answers there, and `Broken` if another one does."""
+        link = self._link
+        peer = MovePeer(link.address, link.port, link.certificate)
+        context = client_context() if link.certificate else None
+        try:
+            async with asyncio.timeout(_LINK_TIMEOUT):
+                stream = SocketStream(
+                    *await asyncio.open_connection(link.address, link.port, ssl=context, limit=LONGEST_LINE)
+                )
+        except (OSError, TimeoutError) as error:
+            what = f"cannot connect to {link.address} port {link.port}: {error or 'no answer'}"
+            raise Unknown(what, hint="is the port open between the controller and leased nodes?") from error
+        if context is not None:
+            try:
+                check_certificate(stream.writer.get_extra_info("ssl_object").getpeercert(binary_form=True), peer)
+            except Broken:
+                await stream.close()
+                raise
+        stream.writer.write(MoveHello(self._host, "", 0, link.secret, COMMAND).line)
+        return stream
 
 
 def transport_to(host: str, settings: Settings) -> Transport:
@@ -328,8 +391,8 @@ class QemuBundle:
     def __init__(self) -> None:
         self.host = self
 
-    def local(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> QemuHypervisor:
-        return QemuHypervisor(settings, site, vxlan)
+    def local(self, settings: Settings, site: str, node: NodeNetwork | None = None) -> QemuHypervisor:
+        return QemuHypervisor(settings, site, node)
 
     def open(self, context: PlatformContext) -> QemuPlatform:
         return QemuPlatform(context)

@@ -11,12 +11,13 @@ from dataclasses import replace
 from math import inf
 
 from multiverse.core.machines.host import fence, return_host
+from multiverse.core.machines.saved import is_held_for_saving
 from multiverse.core.machines.template import remove_templates
 from multiverse.core.machines.vm import end_vms
 from multiverse.core.model.host import Host, HostState, KnownHost
 from multiverse.core.model.job import GIVEN_UP_LEASES, Lease, LeaseState, PilotSeen, PilotState, SchedulerView
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.vm import VmState
+from multiverse.core.model.vm import SLEEPING_STATES, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
@@ -77,7 +78,7 @@ def step_lease(state: State, number: int, world: World, policy: Policy) -> None:
         case L.STARTING | L.IDLE | L.HELD:
             _step_running(state, lease, _pilot_of(lease, view), world, policy)
         case L.ENDING:
-            _step_ending(state, lease, _pilot_of(lease, view))
+            _step_ending(state, lease, _pilot_of(lease, view), world, policy)
         case L.LOST:
             _step_lost(state, lease, _pilot_of(lease, view))
         case L.RELEASING:
@@ -139,7 +140,7 @@ def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: Wo
     if ending := _ending(pilot, shown):
         why = Why.PILOT_ENDS(ending, pilot=lease.pilot)
         state.move(Change(replace(lease, state=L.ENDING, reason=why), Event.ENDED, why))
-        _end_vms(state, lease, Why.OF_HOST(why, host=lease.name))
+        _end_vms(state, state.leases[lease.id], world, policy)
         return
     host = state.hosts.get(lease.name)
     if host is not None and host.state in (HostState.SILENT, HostState.FENCING):
@@ -168,17 +169,39 @@ def _ending(pilot: PilotSeen, host: Host | None) -> Reason | None:
     return Why.AGENT_SAYS(said(host.refuses)) if host is not None and host.refuses else None
 
 
-def _end_vms(state: State, lease: Lease, why: Reason) -> None:
-    """Its agent ends the VMs by itself. Their nodes are set DOWN, so that the scheduler queues their jobs again."""
-    in_reach = [vm for vm in state.vms_on(lease.name) if vm.state is not VmState.LOST]
-    end_vms(state, in_reach, Event.RELEASED, why)
+TOLD_WITHIN = 10.0
+"""Seconds for which a pilot that the scheduler shows as ending is given to say until when it holds its VMs."""
 
 
-def _step_ending(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
+def may_leave(state: State, lease: Lease, world: World, policy: Policy) -> bool:
+    """Whether the VMs of a lease that ends are still held by its agent, so that they can go elsewhere. Nobody knows
+    that while it is out of sight, as when its pilot's steps have just ended, or after a restart of this controller."""
+    if not policy.evict_leases or (host := world.hosts.get(lease.name)) is None:
+        return policy.evict_leases
+    if host.storage is None and host.moves is None:
+        return False
+    if host.refuses:
+        return state.now + world.epoch < host.holds_until
+    return state.now - lease.since < TOLD_WITHIN
+
+
+def _end_vms(state: State, lease: Lease, world: World, policy: Policy) -> None:
+    """End the VMs that cannot leave any more, as its agent does by itself. Their nodes are set DOWN, so that the
+    scheduler queues their jobs again. What is being written goes on until its agent ends it."""
+    ending = [vm for vm in state.vms_on(lease.name) if vm.state is not VmState.LOST]
+    if may_leave(state, lease, world, policy):
+        ending = [vm for vm in ending if vm.state not in (VmState.SERVING, *SLEEPING_STATES)]
+    ending = [vm for vm in ending if not is_held_for_saving(state, vm)]
+    end_vms(state, ending, Event.RELEASED, Why.OF_HOST(lease.reason, host=lease.name))
+
+
+def _step_ending(state: State, lease: Lease, pilot: PilotSeen | None, world: World, policy: Policy) -> None:
     if pilot is None or pilot.state is PilotState.ENDED:
         _over(state, lease, pilot)
     elif not state.vms_on(lease.name):
         state.move(release_lease(lease, Event.RELEASED, lease.reason))
+    else:
+        _end_vms(state, lease, world, policy)
 
 
 def _over(state: State, lease: Lease, pilot: PilotSeen | None) -> None:

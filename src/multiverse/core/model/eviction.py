@@ -16,12 +16,16 @@ from multiverse.core.model.vm import Vm
 class Method(StrEnum):
     DRAIN = "drain"
     PREEMPTION = "preemption"
+    LEASE_END = "lease"  # what does not leave is lost
+    PACKING = "packing"
 
 
 CAUSES: Mapping[Why, str] = MappingProxyType(
     {
         Why.HOST_DRAINED: Method.DRAIN,
         Why.PREEMPTED: Method.PREEMPTION,
+        Why.LEAVES_LEASE: Method.LEASE_END,
+        Why.LEASE_EMPTIED: Method.PACKING,
         Why.OPERATOR: "operator",
         Why.SAVE_ORDERED: "operator",
     }

@@ -89,6 +89,7 @@ class Host:
     copies: Storage | None = None  # to which it copies what it has written; None: to none
     moves: MachineKind | None = None  # of VMs that move from and to it while they run; None: none do
     refuses: str = ""  # why its agent takes no VM any more, and ends those there: its lease ends
+    holds_until: float = 0.0  # Unix time until which such an agent leaves its VMs alone, so that they can leave
 
     def storage_of(self, saved: Saved) -> str:
         """The storage from which it can restore a saved VM; empty if there is none."""

@@ -360,6 +360,8 @@ class Why(StrEnum):
     STAYS_AWAKE = "stays awake", "it does not sleep: {because}"
     GIVES_WAY_TO = "gives way to", "VM {vm} on its host is to go on"
     HOST_DRAINED = "host drained", "host {host} is drained"
+    LEAVES_LEASE = "leaves lease", "leased host {host}: {because}"
+    LEASE_EMPTIED = "lease emptied", "leased host {host} is emptied, so that it can be given back"
     HOST_TIGHT = "host tight", "host {host} is short of memory"
     RUNS_ON = "runs on", "its job runs on"
     VM_DIED = "vm died", "the VM died"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multiverse.core.context import Context
-from multiverse.core.model.eviction import Step
+from multiverse.core.model.eviction import Method, Step
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import SAVING
@@ -26,9 +26,11 @@ class EvictionLimits:
             self._sent = sum(one.memory for one in recent)
 
     def why_held(self, step: Step) -> Reason | None:
-        """Why a step does not begin now. The end of a run sends nothing, and counts only by job."""
+        """Why a step does not begin now. The end of a run sends nothing, and counts only by job. A job that would
+        be lost otherwise is evicted however often it was."""
         policy, memory = self._policy, step.memory
-        if (why := self.why_too_often(step.attempt)) or step.ends:
+        often = None if step.method is Method.LEASE_END else self.why_too_often(step.attempt)
+        if (why := often) or step.ends:
             return why
         if not self.left:
             return Why.EVICTIONS_AT_ONCE(limit=policy.evict_at_once)

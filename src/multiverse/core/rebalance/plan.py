@@ -14,6 +14,7 @@ from multiverse.core.model.eviction import Method, Step
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.moving import search_for
 from multiverse.core.rebalance.drains import plan_drains
+from multiverse.core.rebalance.leases import plan_lease_ends, plan_packing
 from multiverse.core.rebalance.limits import EvictionLimits
 from multiverse.core.rebalance.maintenance import follow_maintenance
 from multiverse.core.rebalance.preemption import CONSIDERED, end_run, may_give_way, plan_preemption
@@ -24,13 +25,28 @@ _PER_JOB = 0.001  # seconds between two plans for each running job that they loo
 _SHOWN = 100  # steps of a method that are shown
 
 
-def leave_drained(context: Context) -> None:
+def leave_hosts(context: Context) -> None:
+    """Off those that are drained, and off leased ones that end, or that others replace."""
+    _leave_drained(context)
+    _leave_leased(context)
+
+
+def _leave_drained(context: Context) -> None:
     held = list[Step]()
     if context.world.scheduler is not None:
         follow_maintenance(context)
         if context.policy.evict_drains and context.state.drains:
             held = _begin(context, EvictionLimits(context), plan_drains(context, room_of(context).copy()))
     context.state.held_back[Method.DRAIN] = held
+
+
+def _leave_leased(context: Context) -> None:
+    state, ends, packed = context.state, list[Step](), list[Step]()
+    if context.policy.evict_leases and state.leases and context.world.scheduler is not None:
+        limits = EvictionLimits(context)
+        ends = _begin(context, limits, plan_lease_ends(context, room_of(context).copy()))
+        packed = _begin(context, limits, plan_packing(context, room_of(context).copy()))
+    state.held_back |= {Method.LEASE_END: ends, Method.PACKING: packed}
 
 
 def preempt(context: Context, blockage: Blockage) -> Blockage:
@@ -70,6 +86,9 @@ def proposals(context: Context) -> list[Step]:
     limits, steps = EvictionLimits(context), list[Step]()
     if context.policy.evict_drains and context.state.drains:
         steps += list(plan_drains(context, room_of(context).copy()))[:_SHOWN]
+    if context.policy.evict_leases and context.state.leases:
+        steps += list(plan_lease_ends(context, room_of(context).copy()))[:_SHOWN]
+        steps += list(plan_packing(context, room_of(context).copy()))[:_SHOWN]
     if context.policy.evict_preemption:
         steps += plan_preemption(context, limits, context.state.looked_for_room[2])[:_SHOWN]
     shown, since = [], _held_since(context)
@@ -93,7 +112,8 @@ def _begin(context: Context, limits: EvictionLimits, steps: Iterable[Step]) -> l
             if step.ends:
                 end_run(context, step)
             elif not step.to:
-                save(context, context.state.attempts[step.attempt.id], step.why, evicts=True)
+                lost = step.method is Method.LEASE_END  # it would begin anew
+                save(context, context.state.attempts[step.attempt.id], step.why, evicts=True, restarts=lost)
             elif not search_for(context, step.vm).begin(step.to, step.why):
                 continue
             limits.take(step)

@@ -19,7 +19,7 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, Neighbour, User, network_id_of, site_of, vm_prefix
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
-from multiverse.host.links import MoveHello, MovePeer
+from multiverse.host.links import MoveHello, MovePeer, NodeNetwork
 from multiverse.host.manifest import RECEIVED, Specification
 from multiverse.host.qemu.context import MoveConfig, QemuHostConfig
 from multiverse.host.qemu.library import QemuHost
@@ -36,17 +36,20 @@ _STORAGES = 4  # more copies at once are no faster
 class QemuHypervisor:
     """`ports.Hypervisor` with QEMU on this machine. `site` marks which VMs are ours: `mv<site>-<serial>`."""
 
-    def __init__(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> None:
-        """`vxlan` is that of a leased node, in place of the settings'."""
+    def __init__(self, settings: Settings, site: str, node: NodeNetwork | None = None) -> None:
+        """`node` is the network of a leased node."""
         self._bridge = settings.qemu.bridge
         config = host_config(settings, site)
+        if node is not None:
+            moves = config.moves and replace(config.moves, namespace=node.namespace)
+            config = replace(config, vxlan=node.vxlan, moves=moves)
         self.templates = self.users = self.groups = self
         self.membership = None  # this machine alone
         self.moves = None  # this machine alone: see `exchange`
         self._offer: MoveOffer | None = None  # where this machine receives VMs, once it does
         self.saves = self.sleeps = self if config.saves is not None else None
         self.silence = None  # this process answers for the machine that it is on
-        self._host = QemuHost(config if vxlan is None else replace(config, vxlan=vxlan))
+        self._host = QemuHost(config)
         self._creating: dict[str, Future[list[Stage]]] = {}
         self._deletions: Counter[TemplateKey] = Counter()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qemu")

@@ -187,6 +187,18 @@ def boot_time(shown: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+_TIMES = re.compile(r"\b(JobState|PreemptTime|EndTime)=(\S+)")
+
+
+def preempted_at(shown: str) -> float:
+    """The Unix time at which the GraceTime of a job ends that is being preempted, by `scontrol show job` with times as
+    seconds; 0 of any other job. slurmctld kills it then, as one that is cancelled."""
+    found = dict(_TIMES.findall(shown))
+    in_grace = found.get("JobState") == "RUNNING" and found.get("PreemptTime", "").isdigit()
+    end = found.get("EndTime", "")
+    return float(end) if in_grace and end.isdigit() else 0.0
+
+
 class PilotReader:
     """Reads the pilots of our site's leases, and what may be leased."""
 
@@ -313,7 +325,8 @@ def pilot_script(settings: Settings, lease: LeaseSpec) -> str:
     become = settings_of(settings, lease.partition).become
     pilot = [*become, *settings.agent.program, "pilot", lease.name, f"--token={lease.token}"]
     step = [_slurms(settings, "srun"), *_STEP]
-    node = ",$SLURMD_NODENAME" if settings.vxlan.enabled else ""
+    connects = settings.vxlan.enabled or settings.move.enabled or settings.save.enabled
+    node = ",$SLURMD_NODENAME" if connects else ""
     return (
         f"export PATH={_PATH} SLURM_CONF={shlex.quote(str(settings.slurm.conf))}; unset SLURM_EXPORT_ENV; "
         # A whole node's batch step has one task, but its job all CPUs.

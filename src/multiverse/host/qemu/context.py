@@ -53,6 +53,7 @@ class MoveConfig:
     bandwidth: int = 0  # MiB/s; 0: any
     timeout: float = 600.0  # seconds
     downtime: float = 0.05  # seconds
+    namespace: int | None = None  # a descriptor of the network by which other hosts are reached; None: this process's
 
 
 @dataclass(frozen=True)

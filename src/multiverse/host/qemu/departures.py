@@ -237,7 +237,8 @@ class OutgoingVm:
         return known
 
     def _dial(self, channel: str) -> socket.socket:
-        return dial(self._peer, MoveHello(self._name, self._token, self.number, self._moving.secret, channel))
+        hello = MoveHello(self._name, self._token, self.number, self._moving.secret, channel)
+        return dial(self._peer, hello, self._config.namespace)
 
     def _wire(self, channel: str, stack: ExitStack, *program: str) -> socket.socket:
         """A socket for QEMU that leads to the other host. It is closed here once QEMU has it."""

@@ -41,7 +41,7 @@ class _NodeServices:
             ready=self._registered,
             prepare=self._connect,
             initialize=self._resume,
-            config_files=(*self._files("slurm.conf", "cgroup.conf"), "plugstack.conf"),
+            config_files=(*self._files("slurm.conf", "cgroup.conf"), "plugstack.conf", "site.conf"),
         )
         self.agent = Service(
             f"{host.name}-agent",

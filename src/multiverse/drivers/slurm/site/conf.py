@@ -414,6 +414,16 @@ def munge_socket(conf: Path) -> Path | None:
     return next((Path(word.removeprefix("socket=")) for word in words if word.startswith("socket=")), None)
 
 
+def kill_wait(conf: Path) -> float:
+    """Seconds from slurmd's SIGTERM until it kills what is left of a job, by the slurm.conf at `conf`: at least five
+    (_rpc_terminate_job in slurmd/req.c). 0 while the file cannot be read."""
+    try:
+        found = read(conf).number("KillWait")
+    except MultiverseError:
+        return 0.0
+    return max(5.0, float(_KILL_WAIT if found is None else found))
+
+
 CHECKED_EVERY = 30
 """Seconds between two looks of slurmctld at the limits of running jobs (PERIODIC_TIMEOUT in slurmctld/controller.c)."""
 
