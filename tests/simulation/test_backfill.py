@@ -86,6 +86,7 @@ def test_a_job_behind_a_suspended_one_is_overtaken_so_often_across_a_restart() -
     assert began["short2"] < 100.0 and min(began["short3"], began["short4"], began["short5"]) > began["wide"] > 200.0
 
 
+@pytest.mark.slow
 def test_crowded_hosts_keep_their_promises() -> None:
     seen: Counter[str] = Counter()
     for seed in range(12):

@@ -63,6 +63,7 @@ def test_slurms_delay_is_waited_for() -> None:
     assert list(outcome.results.values()) == ["COMPLETED"]
 
 
+@pytest.mark.slow
 def test_the_world_notices_a_host_that_is_chosen_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiverse.core.context.avoided", lambda *_: frozenset())
     found = simulate(replace(BROKEN, limit=900.0)).violations

@@ -65,6 +65,7 @@ from multiverse_lab.simulation.world import Pair, WorldSettings
 
 BLOCK = 10  # seeds for each test case
 SEEDS = 250
+slow = pytest.mark.slow
 
 
 def keeps_its_promises(scenario: Scenario) -> Outcome:
@@ -469,7 +470,7 @@ def commits(scenario: Scenario) -> range:
     return range(1, keeps_its_promises(scenario).commits + 1)
 
 
-@pytest.mark.parametrize("scenario", [ONE, GANG, OFFERED], ids=["one", "gang", "offered"])
+@pytest.mark.parametrize("scenario", [ONE, pytest.param(GANG, marks=slow), OFFERED], ids=["one", "gang", "offered"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_the_controller_crashes_at_each_commit(scenario: Scenario, after: bool) -> None:
     for commit in commits(scenario):
@@ -489,7 +490,7 @@ def moments(scenario: Scenario) -> list[float]:
     return sorted({max(0.0, moment + aside) for moment in at for aside in (-0.002, 0.002)})
 
 
-@pytest.mark.parametrize("scenario", [ONE, OFFERED], ids=["one", "offered"])
+@pytest.mark.parametrize("scenario", [ONE, pytest.param(OFFERED, marks=slow)], ids=["one", "offered"])
 @pytest.mark.parametrize(
     ("actions", "results"),
     [
@@ -511,7 +512,7 @@ def test_a_user_acts_at_each_moment(scenario: Scenario, actions: tuple[str, ...]
         assert set(outcome.results.values()) <= results, outcome.story()
 
 
-@pytest.mark.parametrize("scenario", [ONE, OFFERED], ids=["one", "offered"])
+@pytest.mark.parametrize("scenario", [ONE, pytest.param(OFFERED, marks=slow)], ids=["one", "offered"])
 @pytest.mark.parametrize(
     "what",
     [

@@ -232,7 +232,7 @@ POOLS = (
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(turns(), st.sampled_from(POOLS))
 def test_whatever_happens_the_planner_answers_and_keeps_its_invariants(
     script: list[tuple[str, int, int, int]], pools: tuple[Pool, ...]
