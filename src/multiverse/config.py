@@ -387,8 +387,8 @@ class JobVmSettings:
     design: Literal["plugin", "tasks"] = "plugin"
     socket: Path = Path("/run/multiverse/jobs.sock")  # the plugin and the tasks of users connect to it
     records: Path = Path("/run/multiverse/jobs")  # where the plugin records which jobs have a VM
-    plugin: Path = Path("/usr/local/lib/slurm/multiverse.so")
-    enter: Path = Path("/usr/local/libexec/multiverse/mventer")  # runs a task's command in the job's VM
+    plugin: Path = Path("/usr/lib/slurm/multiverse.so")
+    enter: Path = Path("/usr/libexec/multiverse/mventer")  # runs a task's command in the job's VM
     timeout: Positive = 300  # seconds that a task waits for its VM: its template may have to be built
     # The feature of nodes that take jobs with VMs inside. The agent gives it to its node as long as the plugin passes a
     # test there, each `check` seconds. `node` is what Slurm calls this host; empty: host.name.
