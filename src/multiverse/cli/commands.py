@@ -24,8 +24,8 @@ DONE, NOT_DONE, USAGE, NO_ANSWER, SUPERSEDED, INTERRUPTED, CLOSED = 0, 1, 2, 3, 
 EXIT_CODES = {
     DONE: "It was done, and nothing is wrong.",
     NOT_DONE: (
-        "It was refused or has failed, or what was asked for does not exist; for status, site check, doctor and"
-        " audit: something is wrong that can be remedied."
+        "It was refused or has failed, or what was asked for does not exist; for status, site check, doctor,"
+        " selftest and audit: something is wrong that can be remedied."
     ),
     USAGE: "The command line is wrong.",
     NO_ANSWER: "The daemon could not be asked, or has not answered: it does not run, or may not be used.",
@@ -61,6 +61,7 @@ COMMANDS = {
     "agent": "daemon",
     "site": "site",
     "doctor": "site",
+    "selftest": "site",
     "completion": "commands",
 }
 """The module of each command, in the order of the help. It has NAME_app, or `app`, with commands of its own, or a

@@ -1,7 +1,9 @@
-"""`multiverse site` and `doctor`: the files that a site adds to its Slurm, what it lacks, and what is wrong with it."""
+"""`multiverse site`, `doctor` and `selftest`: what a site adds to its Slurm, what it lacks, and whether it works."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from multiverse.config import Settings, load
 from multiverse.core.errors import Refused
 from multiverse.ports.site import Addition, Finding, Level
 from multiverse.service.doctor import examine, examine_agent, examine_before
+from multiverse.site import selftest as tests
 from multiverse.site.checking import check_agent, is_ready
 from multiverse.site.installing import add, plan_agent, removals, stop, take_back
 from multiverse.site.rendering import WriteOutcome, beside, render_agent, write
@@ -274,3 +277,48 @@ def _mark(levels: set[Level], *, skipped: bool) -> tuple[str, str]:
     if Level.PROBLEM in levels:
         return "✗", "bold red"
     return ("!", "bold yellow") if levels else ("✓", "green")
+
+
+# --- multiverse selftest ----------------------------------------------------------------------------
+
+
+def selftest(
+    config: Annotated[
+        Path, typer.Option("--config", "-c", envvar="MULTIVERSE_CONFIG", help="The settings, a TOML file.")
+    ] = DEFAULT_CONFIG,
+    user: Annotated[
+        str, typer.Option("--user", "-u", envvar="SUDO_USER", help="Whose jobs they are; never root's.")
+    ] = "",
+    limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds in which all jobs have to end.")] = 600.0,
+    json: output.Json = False,
+) -> None:
+    """Submit five jobs (batch, array, two nodes, failing, cancelled), wait for them, and count what is left of them.
+
+    Exits with 1 if anything was wrong, and with 0 otherwise. It needs root, and two nodes' worth of free capacity."""
+    settings = load(config)
+    _files(settings)
+    if os.geteuid() != 0 or user in ("", "root"):
+        raise Refused(
+            "the test needs root, and a user whose jobs it submits", hint="run multiverse selftest --user NAME as root"
+        )
+    found: list[tests.Outcome] = []
+
+    def tell(one: tests.Outcome) -> None:
+        found.append(one)
+        if not json:
+            mark, style = ("✓", "green") if one.fine else ("✗", "bold red")
+            output.console.print(Text.assemble((mark, style), " ", (one.name, "" if one.fine else "bold")))
+            output.say(one.said)
+
+    if not json:
+        output.say(f"{len(tests.JOBS)} jobs of {user} are submitted to partition {settings.slurm.partition}.", indent=0)
+    asyncio.run(tests.SelfTest(settings, user, tell).run(limit))
+    wrong = [one for one in found if not one.fine]
+    if json:
+        output.as_json([one._asdict() for one in found])
+    else:
+        style = "bold red" if wrong else "green"
+        output.say(f"{len(found)} tests: {len(wrong)} wrong.", indent=0, style=style)
+        output.say(tests.page(settings), indent=0)
+    if wrong:
+        raise typer.Exit(NOT_DONE)
