@@ -15,7 +15,7 @@ from multiverse.config import HostSettings, JobVmSettings, QemuSettings, Setting
 from multiverse.core.errors import Refused, Unknown
 from multiverse.drivers.slurm.site import conf, install, requirements
 from multiverse.drivers.slurm.site.requirements import Level, Version
-from multiverse.ports.site import Addition
+from multiverse.ports.site import Addition, InstallationPlan
 from multiverse.site import checking, installing, rendering
 from multiverse.system import blocks, files
 
@@ -61,7 +61,7 @@ def tree(top: Path) -> dict[Path, tuple[str, int]]:
     return {path: (path.read_text(), path.stat().st_mode) for path in sorted(top.rglob("*")) if path.is_file()}
 
 
-def installed(settings: Settings) -> installing.Plan:
+def installed(settings: Settings) -> InstallationPlan:
     plan = installing.plan(settings, CONFIG, RELEASE)
     assert not plan.by_hand
     list(rendering.write(plan.files, Path("/")))

@@ -15,7 +15,7 @@ from multiverse.cli.commands import build
 from multiverse.config import QemuSettings, Settings, WebSettings
 from multiverse.core.errors import Gone, Refused
 from multiverse.site import selftest
-from multiverse.site.selftest import JOBS, Outcome, SelfTest, Task, judged, page, tasks
+from multiverse.site.selftest import JOBS, CheckedPart, SelfTest, Task, judged, page, tasks
 
 BATCH, ARRAY, _, FAILING, CANCELLED = JOBS
 
@@ -89,9 +89,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSite:
 
 
 @pytest.fixture
-def tested(site: FakeSite) -> Callable[..., list[Outcome]]:
-    def run(limit: float = 30.0) -> list[Outcome]:
-        found: list[Outcome] = []
+def tested(site: FakeSite) -> Callable[..., list[CheckedPart]]:
+    def run(limit: float = 30.0) -> list[CheckedPart]:
+        found: list[CheckedPart] = []
         settings = Settings(qemu=QemuSettings(vms=site.vms))
         asyncio.run(SelfTest(settings, "ada", found.append).run(limit))
         return found
@@ -100,7 +100,7 @@ def tested(site: FakeSite) -> Callable[..., list[Outcome]]:
 
 
 def test_on_a_site_that_works_nothing_is_wrong_and_nothing_left(
-    site: FakeSite, tested: Callable[..., list[Outcome]]
+    site: FakeSite, tested: Callable[..., list[CheckedPart]]
 ) -> None:
     found = tested()
     assert all(one.fine for one in found), found
@@ -110,7 +110,7 @@ def test_on_a_site_that_works_nothing_is_wrong_and_nothing_left(
     assert found[-1].said == "none is left of 5 VMs"
 
 
-def test_each_kind_of_trouble_is_told(site: FakeSite, tested: Callable[..., list[Outcome]]) -> None:
+def test_each_kind_of_trouble_is_told(site: FakeSite, tested: Callable[..., list[CheckedPart]]) -> None:
     site.ends["failing"] = ("COMPLETED", "0:0")
     site.ends["batch"] = ("FAILED", "3:0")
     site.refused = {"array"}
@@ -122,7 +122,7 @@ def test_each_kind_of_trouble_is_told(site: FakeSite, tested: Callable[..., list
     assert "mvab-11" in wrong["nodes that are left"]
 
 
-def test_a_job_that_goes_on_is_told_of_and_cancelled(site: FakeSite, tested: Callable[..., list[Outcome]]) -> None:
+def test_a_job_that_goes_on_is_told_of_and_cancelled(site: FakeSite, tested: Callable[..., list[CheckedPart]]) -> None:
     site.stuck = {"12"}
     wrong = {one.name: one.said for one in tested(limit=0.1) if not one.fine}
     assert wrong["array"].startswith("job 12_1 is RUNNING") and "12" in site.cancelled
@@ -174,7 +174,7 @@ def test_the_command_prints_each_outcome_and_its_status_tells(
 
 
 def test_a_job_that_slurm_has_forgotten_is_over(
-    site: FakeSite, tested: Callable[..., list[Outcome]], monkeypatch: pytest.MonkeyPatch
+    site: FakeSite, tested: Callable[..., list[CheckedPart]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show = site.show
 

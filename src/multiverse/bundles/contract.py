@@ -26,7 +26,7 @@ from multiverse.core.state import State
 from multiverse.host.links import MoveHello
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
-from multiverse.ports.site import Finding, Plan, Removal
+from multiverse.ports.site import Finding, InstallationPlan, Removal
 from multiverse.system.files import SiteFile
 
 # --- common to both --------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class SiteFiles(Protocol):
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
         """Findings, in the order in which to deal with them. Blocks. Raises `Broken`."""
 
-    def plan(self, settings: Settings, config: Path) -> Plan:
+    def plan(self, settings: Settings, config: Path) -> InstallationPlan:
         """What an installation on the scheduler's machine does. Changes nothing. Raises a `MultiverseError`."""
 
     def removals(self, settings: Settings, config: Path) -> list[Removal]:

@@ -301,9 +301,9 @@ def selftest(
         raise Refused(
             "the test needs root, and a user whose jobs it submits", hint="run multiverse selftest --user NAME as root"
         )
-    found: list[tests.Outcome] = []
+    found: list[tests.CheckedPart] = []
 
-    def tell(one: tests.Outcome) -> None:
+    def tell(one: tests.CheckedPart) -> None:
         found.append(one)
         if not json:
             mark, style = ("✓", "green") if one.fine else ("✗", "bold red")

@@ -53,7 +53,7 @@ class Addition(NamedTuple):
     comment: str = "#"
 
 
-class Plan(NamedTuple):
+class InstallationPlan(NamedTuple):
     """What an installation does, and what it leaves to an administrator."""
 
     files: tuple[SiteFile, ...]

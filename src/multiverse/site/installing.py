@@ -19,7 +19,7 @@ from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.site import conf, install, requirements
 from multiverse.drivers.slurm.site.conf import SiteConf
-from multiverse.ports.site import Addition, Finding, Level, Plan, Removal
+from multiverse.ports.site import Addition, Finding, InstallationPlan, Level, Removal
 from multiverse.site import rendering
 from multiverse.site.machine import problem
 from multiverse.site.rendering import beside
@@ -35,7 +35,7 @@ def original(path: Path) -> Path:
     return path.with_name(f"{path.name}.before-multiverse")
 
 
-def plan(settings: Settings, config: Path, release: requirements.Version) -> Plan:
+def plan(settings: Settings, config: Path, release: requirements.Version) -> InstallationPlan:
     """The plan for the machine of slurmctld. Changes nothing. Raises `Broken` if a file cannot be read."""
     site = conf.read(settings.slurm.conf, blocks.without)
     found = [*requirements.examine(settings, site, release)]
@@ -51,7 +51,7 @@ def plan(settings: Settings, config: Path, release: requirements.Version) -> Pla
     left = [one for one in found if one.level is Level.NOTE and one not in fits]
     left += [_no_shell(path) for path in _other_epilogs(settings, site)]
     wanted = [one for one in wanted if one not in changed and _after(one) != _text(one.path)]
-    return Plan(tuple(rendering.render(settings, config, site)), tuple(wanted), tuple(by_hand), tuple(left))
+    return InstallationPlan(tuple(rendering.render(settings, config, site)), tuple(wanted), tuple(by_hand), tuple(left))
 
 
 def is_added(finding: Finding, site: SiteConf) -> bool:
@@ -59,12 +59,12 @@ def is_added(finding: Finding, site: SiteConf) -> bool:
     return bool(finding.line) and not site.value(_key(finding.line))
 
 
-def plan_agent(settings: Settings, config: Path) -> Plan:
+def plan_agent(settings: Settings, config: Path) -> InstallationPlan:
     """The plan for a host with an agent and no controller."""
     wanted = [one for one in _for_plugstack(settings) if _after(one) != _text(one.path)]
     changed = [one for one in wanted if _is_changed(one.path)]
     additions = tuple(one for one in wanted if one not in changed)
-    return Plan(
+    return InstallationPlan(
         tuple(rendering.render_agent(settings, config)), additions, tuple(_changed(one.path) for one in changed)
     )
 

@@ -56,7 +56,7 @@ _GOES_ON = {
 }
 
 
-class Outcome(NamedTuple):
+class CheckedPart(NamedTuple):
     """One thing that was tested."""
 
     name: str
@@ -89,26 +89,26 @@ def tasks(shown: str) -> Iterator[Task]:
             yield Task(own, fields.get("JobState", ""), fields.get("ExitCode", ""), nodes, fields.get("Reason", ""))
 
 
-def judged(job: SampleJob, seen: dict[str, Task]) -> Outcome:
+def judged(job: SampleJob, seen: dict[str, Task]) -> CheckedPart:
     """Whether a job has ended as it had to, by the last that was seen of its tasks."""
     ended = [one for one in seen.values() if one.is_over]
     wrong = [one for one in ended if (one.state, one.exit_code) != (job.state, job.exit_code)]
     if wrong:
         why = "it did not run in a VM" if wrong[0].exit_code == "3:0" else f"not {job.state}, exit code {job.exit_code}"
         said = f"job {wrong[0].job_id} is {wrong[0].state}, exit code {wrong[0].exit_code}: {why}"
-        return Outcome(job.name, False, said)
+        return CheckedPart(job.name, False, said)
     if len(ended) < job.tasks:
         left = next((one for one in seen.values() if not one.is_over), None)
         what = f"job {left.job_id} is {left.state} ({left.reason})" if left else "Slurm does not show all of its tasks"
-        return Outcome(job.name, False, f"{what}; see multiverse explain {left.job_id if left else 'JOB'}")
+        return CheckedPart(job.name, False, f"{what}; see multiverse explain {left.job_id if left else 'JOB'}")
     names = ", ".join(f"{one.job_id} on {one.nodes}" for one in ended)
-    return Outcome(job.name, True, f"job {names}: {job.state}, exit code {job.exit_code}")
+    return CheckedPart(job.name, True, f"job {names}: {job.state}, exit code {job.exit_code}")
 
 
 class SelfTest:
     """One run. `tell` gets each outcome as soon as it is known."""
 
-    def __init__(self, settings: Settings, user: str, tell: Callable[[Outcome], None]) -> None:
+    def __init__(self, settings: Settings, user: str, tell: Callable[[CheckedPart], None]) -> None:
         self._settings, self._user, self._tell = settings, user, tell
         self._commands = SlurmCommands(settings.slurm)
         self._ids: dict[SampleJob, str] = {}
@@ -140,7 +140,7 @@ class SelfTest:
         try:
             said = await self._commands.run("sbatch", *options, *more, f"--wrap={job.script}")
         except MultiverseError as error:
-            self._tell(Outcome(job.name, False, f"the submission was refused: {error.message}"))
+            self._tell(CheckedPart(job.name, False, f"the submission was refused: {error.message}"))
             return
         self._ids[job], self._seen[job] = said.strip().partition(";")[0], {}
 
@@ -181,9 +181,9 @@ class SelfTest:
             await asyncio.sleep(POLL)
         for name, found in zip(("jobs", "VMs", "nodes", "files"), left, strict=True):
             said = f"left: {', '.join(sorted(found))}" if found else f"none is left of {len(self._vms)} VMs"
-            self._tell(Outcome(f"{name} that are left", not found, said))
+            self._tell(CheckedPart(f"{name} that are left", not found, said))
         if self._ids and not self._vms:
-            self._tell(Outcome("daemon", False, "it showed no VM of any of the jobs; see multiverse status"))
+            self._tell(CheckedPart("daemon", False, "it showed no VM of any of the jobs; see multiverse status"))
 
     async def _left(self) -> tuple[list[str], list[str], list[str], list[str]]:
         jobs = (await self._commands.run("squeue", "-h", "-a", f"--name={NAME}", "-o", "%i")).split()

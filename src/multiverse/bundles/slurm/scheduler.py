@@ -30,7 +30,7 @@ from multiverse.drivers.slurm.site.bootstrap import read, slurm_uid, why_not_wri
 from multiverse.drivers.slurm.site.conf import SiteConf, UntilChanged, munge_socket
 from multiverse.drivers.slurm.submission import Hint, hints, take
 from multiverse.images.catalog import list_images, package_version
-from multiverse.ports.site import Finding, Level, Plan, Removal
+from multiverse.ports.site import Finding, InstallationPlan, Level, Removal
 from multiverse.site import checking, installing, machine, rendering
 from multiverse.site.checking import Part, tried
 from multiverse.system.files import SiteFile
@@ -419,7 +419,7 @@ class SlurmBundle:
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
         return checking.check(settings, config, source)
 
-    def plan(self, settings: Settings, config: Path) -> Plan:
+    def plan(self, settings: Settings, config: Path) -> InstallationPlan:
         return installing.plan(settings, config, checking.release_of(settings))
 
     def removals(self, settings: Settings, config: Path) -> list[Removal]:
