@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def test_a_purge_leaves_nothing(said: dict[str, list[str]]) -> None:
 
 def test_rpms_have_the_same_files() -> None:
     """They are untried: only their contents are compared with those of the Debian packages."""
+    if shutil.which("rpm") is None:
+        pytest.skip("rpm is not installed")
     if len([*DIST.glob("*.rpm")]) < 6:
         subprocess.run([ROOT / "scripts/packages", "bookworm"], cwd=ROOT, check=True)
     for rpm in sorted(DIST.glob("*.rpm")):

@@ -27,7 +27,7 @@ OPERATIONS = REPOSITORY / "docs/operations.md"
 
 def blocks() -> list[str]:
     """The commands that a site types, block by block."""
-    section = OPERATIONS.read_text().partition("## On a site\n")[2].partition("\n## ")[0]
+    section = OPERATIONS.read_text().partition("### With pip, and by hand\n")[2].partition("\n### ")[0]
     return [textwrap.dedent(block) for block in re.findall(r"^ *```sh\n(.*?)^ *```$", section, re.M | re.S)]
 
 
