@@ -46,14 +46,14 @@ SlurmUser=root
 SelectType=select/cons_tres
 NodeName=n1 CPUs=1
 END
-cp /etc/slurm/slurm.conf /tmp/slurm.conf
+cp -a /etc/slurm /tmp/slurm
 printf '[host]\nname = "n1"\ncores = 4\nmemory = 2000\n[job_vms]\nenabled = true\n' > /etc/multiverse/multiverse.toml
 say "before"; multiverse doctor --before --no-kvm || true
 say "install"; multiverse site install --yes
 say "installed"; ls /etc/slurm /etc/systemd/system /etc/tmpfiles.d 2>/dev/null
 say "the plugin"; SLURM_CONF=/etc/slurm/slurm.conf srun --help | grep -e --vm-image
 say "remove"; multiverse site remove --yes --force
-say "removed"; ls /etc/slurm; cmp /etc/slurm/slurm.conf /tmp/slurm.conf && echo as before
+say "removed"; diff -r /etc/slurm /tmp/slurm && echo as before
 say "changed files of packages"; dpkg --verify $ours
 
 say "after removal"
@@ -63,7 +63,8 @@ find /etc /opt /usr /var/lib -xdev -iname '*multiverse*' ! -path '/var/lib/dpkg/
 mkdir -p /var/lib/multiverse/vms
 # shellcheck disable=SC2086
 dpkg --purge $ours > /tmp/dpkg.log 2>&1
-rm -r /etc/slurm
+rm /etc/slurm/slurm.conf
 files > /tmp/after
-say "differences after the purge"; diff /tmp/before /tmp/after | grep -v ' /etc/slurm$' | grep '^[<>]' || true
+say "the directory of add-ons"; ls -d /opt
+say "differences after the purge"; diff /tmp/before /tmp/after | grep '^[<>]' || true
 say "end"

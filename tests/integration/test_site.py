@@ -45,11 +45,11 @@ def machine(accelerator: Path) -> Iterator[SiteMachine]:
         yield made
     finally:
         made.end()
-        _remove_cgroups(top)
+        remove_cgroups(top)
         shutil.rmtree(top)
 
 
-def _remove_cgroups(top: Path) -> None:
+def remove_cgroups(top: Path) -> None:
     """The control groups of VMs are outside of the machine."""
     for vm in (top / "var/lib/multiverse/vms").glob("mv*"):
         for group in matching(Path("/sys/fs/cgroup"), f"**/multiverse/{vm.name}"):
