@@ -2,7 +2,7 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: spank help setup demo demo-preempt soak test lint unit beside unit-beside histories isolated on-lab images integration test-slow test-trixie mutants docs clean
+.PHONY: spank help setup demo demo-preempt soak test lint unit beside unit-beside histories isolated on-lab images integration test-slow test-trixie mutants packages packages-check docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
 	@echo "make mutants    mutation tests of the core: do the unit tests notice changed decisions? an hour or more"
 	@echo "make setup      install packages and the Python environment only, for development; not on a site's machine"
+	@echo "make packages   Debian packages for 12 and 13, RPMs and wheels, into dist/ (root); packages-check also compares two builds"
 	@echo "make docs       generate the state diagrams, docs/options.md, docs/settings.md, docs/api.*, the manual pages and the shells' completion"
 
 setup:
@@ -95,6 +96,12 @@ mutants: setup
 	nice -n 19 mutmut run --max-children 1
 	mutmut results
 
+packages: setup
+	scripts/packages
+
+packages-check: setup
+	scripts/packages --check
+
 docs: setup
 	python scripts/lifecycle
 	python scripts/options
@@ -102,4 +109,4 @@ docs: setup
 	python scripts/settings
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis var mutants
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis var mutants dist

@@ -50,7 +50,7 @@ static int is_ours;              /* whether this process's job has a VM */
 /* Arguments in plugstack.conf. */
 static const char *agent = "/run/multiverse/jobs.sock";
 static const char *records = "/run/multiverse/jobs";
-static const char *enter = "/usr/local/libexec/multiverse/mventer";
+static const char *enter = "/usr/libexec/multiverse/mventer";
 static const char *feature = "job-vms";
 static const char *vfio = "/dev/vfio"; /* another one in tests */
 static int timeout = 300; /* seconds for a VM: its template may have to be built */

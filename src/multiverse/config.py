@@ -571,9 +571,9 @@ class JobVmSettings:
     """The Unix socket to which the plugin and the tasks of users connect."""
     records: Path = Path("/run/multiverse/jobs")
     """The directory in which the plugin records which jobs have a VM."""
-    plugin: Path = Path("/usr/local/lib/slurm/multiverse.so")
+    plugin: Path = Path("/usr/lib/slurm/multiverse.so")
     """Where the plugin is on the nodes."""
-    enter: Path = Path("/usr/local/libexec/multiverse/mventer")
+    enter: Path = Path("/usr/libexec/multiverse/mventer")
     """The program that runs the command of a task in the VM of its job."""
     timeout: Annotated[Positive, Unit("seconds")] = 300
     """The time that a task waits for its VM, whose template may have to be built first."""

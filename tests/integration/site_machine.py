@@ -149,12 +149,12 @@ def start(unit):
         Path(f"/run/units/{unit}").write_text(str(made.pid))
 
 verb, *units = [word for word in sys.argv[1:] if not word.startswith("--")]
-assert verb in ("daemon-reload", "enable", "restart", "stop"), verb
-for unit in units:
+assert verb in ("daemon-reload", "disable", "enable", "restart", "stop"), verb
+for unit in (unit.removesuffix(".service") for unit in units):
     record = Path(f"/run/units/{unit}")
-    if verb in ("restart", "stop"):
+    if verb in ("disable", "restart", "stop"):
         stop(record)
-    if verb != "stop":
+    if verb not in ("disable", "stop"):
         start(unit)
 """
 # The first process. Mounts hide the directories that a site's machine has of its own.

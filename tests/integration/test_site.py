@@ -27,7 +27,7 @@ OPERATIONS = REPOSITORY / "docs/operations.md"
 
 def blocks() -> list[str]:
     """The commands that a site types, block by block."""
-    section = OPERATIONS.read_text().partition("## On a site\n")[2].partition("\n## ")[0]
+    section = OPERATIONS.read_text().partition("### With pip, and by hand\n")[2].partition("\n### ")[0]
     return [textwrap.dedent(block) for block in re.findall(r"^ *```sh\n(.*?)^ *```$", section, re.M | re.S)]
 
 
@@ -45,11 +45,11 @@ def machine(accelerator: Path) -> Iterator[SiteMachine]:
         yield made
     finally:
         made.end()
-        _remove_cgroups(top)
+        remove_cgroups(top)
         shutil.rmtree(top)
 
 
-def _remove_cgroups(top: Path) -> None:
+def remove_cgroups(top: Path) -> None:
     """The control groups of VMs are outside of the machine."""
     for vm in (top / "var/lib/multiverse/vms").glob("mv*"):
         for group in matching(Path("/sys/fs/cgroup"), f"**/multiverse/{vm.name}"):

@@ -57,7 +57,7 @@ def test_sigterm_ends_a_command_without_a_traceback_also_where_ctrl_c_is_ignored
 import signal, time
 from multiverse.cli import main
 signal.signal(signal.SIGINT, signal.{interrupt})
-main.build = lambda _: lambda **_: (print("begun", flush=True), time.sleep(60))
+main.for_arguments = lambda _: lambda **_: (print("begun", flush=True), time.sleep(60))
 main.main()
 """
     pipe = subprocess.PIPE
@@ -74,7 +74,7 @@ def test_a_daemon_that_another_one_supersedes_ends_with_a_status_after_which_it_
     def superseded(**_: object) -> None:
         raise Superseded("another controller runs on n2", hint="keep this one ended")
 
-    monkeypatch.setattr("multiverse.cli.main.build", lambda _: superseded)
+    monkeypatch.setattr("multiverse.cli.main.for_arguments", lambda _: superseded)
     status, text = run_wrongly(capsys, monkeypatch, "daemon")
     assert status == SUPERSEDED and text == "multiverse: another controller runs on n2 next: keep this one ended"
     unit = (files("multiverse") / "site/templates/multiverse.service").read_text()
@@ -82,11 +82,11 @@ def test_a_daemon_that_another_one_supersedes_ends_with_a_status_after_which_it_
 
 
 def test_a_command_is_imported_only_if_it_may_be_meant() -> None:
-    script = "import sys, multiverse.cli.commands as c; c.build(c.needed(sys.argv[1:])); print(*sys.modules)"
-    for given, others in ((["jobs"], False), ([], True), (["-h"], True), (["unknown"], True)):
+    script = "import sys, multiverse.cli.commands as c; c.for_arguments(sys.argv[1:]); print(*sys.modules)"
+    for given, named in ((["jobs"], True), ([], False), (["-h"], False), (["unknown"], False)):
         loaded = subprocess.run([sys.executable, "-c", script, *given], stdout=subprocess.PIPE, check=True, text=True)
-        assert "multiverse.cli.jobs" in loaded.stdout.split()
-        assert ("multiverse_lab.cli.soak" in loaded.stdout.split()) is others
+        assert ("multiverse.cli.jobs" in loaded.stdout.split()) is named
+        assert "multiverse_lab.cli.soak" not in loaded.stdout.split()
 
 
 def test_without_a_command_all_commands_are_listed(
@@ -117,7 +117,7 @@ def test_each_kind_of_error_has_the_exit_status_that_is_documented(
         def failing(kind: type[MultiverseError] = kind, **_: object) -> None:
             raise kind("it failed", hint="do that")
 
-        monkeypatch.setattr("multiverse.cli.main.build", lambda _, failing=failing: failing)
+        monkeypatch.setattr("multiverse.cli.main.for_arguments", lambda _, failing=failing: failing)
         assert run_wrongly(capsys, monkeypatch, "jobs")[0] == expected and expected in EXIT_CODES
 
 
@@ -127,5 +127,5 @@ def test_an_interruption_has_an_exit_status_of_its_own(
     def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("multiverse.cli.main.build", lambda _: interrupted)
+    monkeypatch.setattr("multiverse.cli.main.for_arguments", lambda _: interrupted)
     assert run_wrongly(capsys, monkeypatch, "jobs")[0] == 130

@@ -10,10 +10,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
 import multiverse
 from multiverse.cli import commands
-from multiverse.cli.commands import COMMANDS, build, modules, needed
+from multiverse.cli.commands import COMMANDS, build, for_arguments, modules, outline
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,12 +60,32 @@ def test_the_laboratory_adds_its_commands_where_it_is_installed(monkeypatch: pyt
     assert list(modules())[: len(COMMANDS)] == list(COMMANDS), "after those of the product, in the help"
     monkeypatch.setattr(commands, "entry_points", lambda group: [])
     assert modules().keys() == COMMANDS.keys()
-    assert needed(["lab", "up"]) is None and len(build().registered_groups + build().registered_commands) == len(
-        COMMANDS
-    )
+    assert len(build().registered_groups + build().registered_commands) == len(COMMANDS)
+    assert len(for_arguments(["lab", "up"]).registered_commands) == len(COMMANDS)
 
 
 def test_a_distribution_does_not_replace_a_command_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     other = EntryPoint("jobs", "elsewhere", commands.GROUP)
     monkeypatch.setattr(commands, "entry_points", lambda group: [other])
     assert modules()["jobs"] == "multiverse.cli.jobs"
+
+
+def test_the_outline_of_the_help_says_of_each_command_what_its_own_help_says() -> None:
+    whole, short = (get_command(one).commands for one in (build(), outline()))  # type: ignore[attr-defined]
+    assert list(short) == list(modules())
+    assert {name: one.help for name, one in short.items()} == {name: one.help for name, one in whole.items()}
+
+
+def test_help_imports_no_command_and_no_library_of_the_daemon() -> None:
+    script = (
+        "import sys; from multiverse.cli.main import main; sys.argv = ['multiverse', '--help']\n"
+        "try: main()\nexcept SystemExit: print(*sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    loaded = {*said.splitlines()[-1].split()}
+    assert "explain      Say why a job waits" in said
+    assert not loaded & {"multiverse.cli.jobs", "multiverse.config", "pydantic", "sqlalchemy", "httpx", "fastapi"}
+
+
+def test_the_version_is_shown() -> None:
+    assert CliRunner().invoke(outline(), ["--version"]).output == f"multiverse {multiverse.__version__}\n"

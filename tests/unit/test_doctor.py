@@ -344,3 +344,25 @@ def test_before_installation_it_says_what_is_missing_and_how_to_go_on(
     status = command(["doctor", f"--config={settings}", "--no-kvm"], standalone_mode=False)
     text = capsys.readouterr().out
     assert status == 1 and "✗ slurm.conf" in text and "→ " in text and "examinations" in text
+
+
+def test_before_an_installation_only_what_it_does_not_bring_is_lacking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["ClusterName=prod", "SlurmctldHost=localhost", "SlurmUser=root", "SelectType=select/cons_tres"]
+    source = tmp_path / "slurm.conf"
+    source.write_text("\n".join([*lines, "NodeName=n1 CPUs=4", ""]))
+    settings = replace(SETTINGS, slurm=SlurmSettings(conf=source, munge_key=source))
+    monkeypatch.setattr(of_slurm.checking, "release_of", lambda _: Version(22, 5))
+    monkeypatch.setattr(of_slurm.machine, "munge_problem", lambda _: "")
+    examined = {one.name: one.findings for one in of_slurm.SLURM.before(settings, source)}
+    assert len(examined) == 5 and not [each for findings in examined.values() for each in findings]
+    source.write_text(source.read_text() + "Licenses=matlab:2\nPartitionName=all Nodes=ALL\n")
+    changed = {one.name: one.findings for one in of_slurm.SLURM.before(settings, source)}
+    assert [each.name for each in changed["slurm.conf, without what site install adds"]] == [
+        "PartitionName=all",
+        "Licenses",
+    ]
+    source.unlink()
+    (broken,) = of_slurm.SLURM.before(settings, source)
+    assert broken.findings[0].level is Level.PROBLEM and "cannot read" in broken.findings[0].message

@@ -125,10 +125,10 @@ def test_the_plugin_is_optional_and_gets_its_paths() -> None:
     assert all(one.startswith("#") for one in comments)
     assert line.split() == [
         "optional",
-        "/usr/local/lib/slurm/multiverse.so",
+        "/usr/lib/slurm/multiverse.so",
         "agent=/run/multiverse/jobs.sock",
         "records=/run/multiverse/jobs",
-        "enter=/usr/local/libexec/multiverse/mventer",
+        "enter=/usr/libexec/multiverse/mventer",
         "timeout=90",
         "feature=job-vms",
     ]

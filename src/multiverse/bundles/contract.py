@@ -25,7 +25,7 @@ from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.host.links import MoveHello, NodeNetwork
 from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
-from multiverse.ports.site import Finding
+from multiverse.ports.site import Finding, InstallationPlan, Removal
 from multiverse.system.files import SiteFile
 
 # --- common to both --------------------------------------------------------------------------------
@@ -255,6 +255,21 @@ class SiteFiles(Protocol):
 
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
         """Findings, in the order in which to deal with them. Blocks. Raises `Broken`."""
+
+    def plan(self, settings: Settings, config: Path) -> InstallationPlan:
+        """What an installation on the scheduler's machine does. Changes nothing. Raises a `MultiverseError`."""
+
+    def removals(self, settings: Settings, config: Path) -> list[Removal]:
+        """What a removal does. Changes nothing. Raises a `MultiverseError`."""
+
+    def in_use(self, settings: Settings) -> list[str]:
+        """What is still used of it, in words. Blocks."""
+
+    def stop(self, settings: Settings) -> list[str]:
+        """End the services, and take back what they have made in the scheduler. Returns what has failed. Blocks."""
+
+    def before(self, settings: Settings, source: Path) -> Iterator[Examination]:
+        """Examine what the scheduler lacks before anything is installed."""
 
 
 class ReachedNodes(Protocol):

@@ -14,13 +14,17 @@ from multiverse.cli.commands import (
     NO_ANSWER,
     NOT_DONE,
     SUPERSEDED,
-    build,
     completed_words,
-    needed,
+    for_arguments,
 )
-from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreachable
 from multiverse.system import interrupts
+
+
+def _say(text: str, style: str | None = None) -> None:
+    from multiverse.cli.render import errors  # it imports much that no help needs
+
+    errors.print(text, markup=False, style=style)
 
 
 def main() -> None:
@@ -28,17 +32,17 @@ def main() -> None:
     interrupts.handle()
     try:
         given = completed_words() if COMPLETE in os.environ else sys.argv[1:]
-        status = build(needed(given))(prog_name="multiverse", standalone_mode=False)
+        status = for_arguments(given)(prog_name="multiverse", standalone_mode=False)
     except MultiverseError as error:
-        errors.print(f"multiverse: {error.message}", markup=False)
+        _say(f"multiverse: {error.message}")
         if error.hint:
-            errors.print(f"  next: {error.hint}", markup=False, style="dim")
+            _say(f"  next: {error.hint}", style="dim")
         # The service manager does not start a superseded daemon again: the two would take turns.
         status = SUPERSEDED if isinstance(error, Superseded) else NOT_DONE
         sys.exit(NO_ANSWER if isinstance(error, (Unreachable, Unknown)) else status)
     except typer.TyperException as error:  # wrong usage of the command line
         show = getattr(error, "show", None)  # as typer does, with the command that shows help
-        show() if show is not None else errors.print(error.format_message(), markup=False)
+        show() if show is not None else _say(error.format_message())
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         interrupts.ignore()

@@ -34,9 +34,19 @@ def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True)
     yield from _through_the_daemon(settings)
 
 
-def examine_agent(settings: Settings, config: Path, *, kvm: bool = True) -> Iterator[Examination]:
-    """Examine a host that runs an agent and no controller."""
-    yield Examination("agent", tuple(tried(lambda: checking.check_agent(settings, config))))
+def examine_before(settings: Settings, config: Path, source: Path, *, kvm: bool = True) -> Iterator[Examination]:
+    """Examine what the controller's machine lacks before anything is installed."""
+    yield Examination("settings", tuple(tried(partial(_settings_file, config))))
+    files = scheduler_bundle(settings).files
+    if files is not None:
+        yield from files.before(settings, source)
+    yield from _of_platforms(settings, kvm=kvm)
+
+
+def examine_agent(settings: Settings, config: Path, *, kvm: bool = True, before: bool = False) -> Iterator[Examination]:
+    """Examine a host that runs an agent and no controller; `before` anything is installed, without the agent."""
+    if not before:
+        yield Examination("agent", tuple(tried(lambda: checking.check_agent(settings, config))))
     yield from _of_platforms(settings, kvm=kvm)
 
 

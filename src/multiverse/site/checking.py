@@ -233,12 +233,7 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"there is no image {settings.image.default} in {settings.qemu.images}",
             f"multiverse image build slim --name {settings.image.default} --images {settings.qemu.images}",
         )
-    if not os.access(settings.slurm.munge_key, os.R_OK):
-        yield problem(
-            str(settings.slurm.munge_key),
-            "the munge key cannot be read, and nodes in VMs need it",
-            "set slurm.munge_key in the settings",
-        )
+    yield from munge_key(settings)
     directory = settings.slurm.bin_dir
     if not shutil.which("scontrol", path=str(directory) if directory else _UNIT_PATH):
         where = Path(shutil.which("scontrol") or "/opt/slurm/bin/scontrol").parent
@@ -246,6 +241,15 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             "scontrol",
             "the daemon's service does not find Slurm's commands",
             f'set bin_dir = "{where}" in [slurm] of the settings',
+        )
+
+
+def munge_key(settings: Settings) -> Iterator[Finding]:
+    if not os.access(settings.slurm.munge_key, os.R_OK):
+        yield problem(
+            str(settings.slurm.munge_key),
+            "the munge key cannot be read, and nodes in VMs need it",
+            "set slurm.munge_key in the settings",
         )
 
 

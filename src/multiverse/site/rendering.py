@@ -19,7 +19,9 @@ from multiverse.images.catalog import list_images
 from multiverse.system import files
 from multiverse.system.files import Origin, SiteFile
 
-SYSTEMD = Path("/etc/systemd/system")
+SYSTEMD, TMPFILES = Path("/etc/systemd/system"), Path("/etc/tmpfiles.d")
+PACKAGED = {SYSTEMD: Path("/usr/lib/systemd/system"), TMPFILES: Path("/usr/lib/tmpfiles.d")}
+"""Where packages have files of the same names, for the default settings. A file in /etc counts in place of theirs."""
 SERVICE, AGENT_SERVICE = "multiverse.service", "multiverse-agent.service"
 BRIDGE_SERVICE = "multiverse-bridge.service"
 
@@ -28,15 +30,43 @@ def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
     """All files, for the settings in the file `config`. The same input gives the same files. A job_submit.lua of the
     site's own is not among them: see `own_job_submit`. Raises `Unknown` if the name service does not know SlurmUser,
     and `Refused` if no address is left for the gate."""
-    return [*_beside_slurm_conf(settings, site), *_for_systemd(settings, config, site)]
+    return [*_beside_slurm_conf(settings, site), *_beyond_packages(_for_systemd(settings, config, site))]
 
 
 def render_agent(settings: Settings, config: Path) -> list[SiteFile]:
     """The files of a host with an agent and no controller. Its bridge has no address: guests reach slurmctld through
     the uplink."""
+    return [*_plugstack(settings), *_beyond_packages(_of_agent(settings, config))]
+
+
+def packaged() -> dict[Path, str]:
+    """The files that packages have for systemd, for the default settings. A bridge is no such file: it has the site's
+    address on the controller's machine, and none on a host."""
+    settings, config = Settings(), Path("/etc/multiverse/multiverse.toml")
+    values = {"run_directories": (), "bridge_mac": "", "bridge_address": ""}
+    daemon = _render(settings, config, {SERVICE: SYSTEMD / SERVICE}, values)
+    return {
+        PACKAGED[file.path.parent] / file.path.name: file.content
+        for file in (*daemon, *_of_agent(settings, config))
+        if file.path.name != BRIDGE_SERVICE
+    }
+
+
+def _of_agent(settings: Settings, config: Path) -> list[SiteFile]:
     values = {"bridge_mac": "", "bridge_address": "", "run_directories": _below_run(*_agent_directories(settings))}
-    targets = {"agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf")}
-    return [*_plugstack(settings), *_render(settings, config, targets, values)]
+    return _render(settings, config, {"agent-tmpfiles.conf": TMPFILES / "multiverse-agent.conf"}, values)
+
+
+def _beyond_packages(wanted: Iterable[SiteFile]) -> list[SiteFile]:
+    """These files without those that a package has with the same content."""
+    return [file for file in wanted if file.path.exists() or not _is_packaged(file)]
+
+
+def _is_packaged(file: SiteFile) -> bool:
+    try:
+        return (PACKAGED[file.path.parent] / file.path.name).read_text() == file.content
+    except OSError:
+        return False
 
 
 def own_job_submit(settings: Settings) -> str | None:
@@ -75,14 +105,13 @@ def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteF
     values = {
         "bridge_mac": bridge_mac(settings.network.gateway),
         "bridge_address": f"{settings.network.gateway}/{network.prefixlen}",
-        "agent_service": AGENT_SERVICE,
         "run_directories": _below_run(*sockets, *_agent_directories(settings)),
         "inbox": settings.slurm.inbox,
         # As a number: the name service may not answer yet when the directory is made.
         "slurm_uid": bootstrap.slurm_user(site.text).uid,
         "state": settings.state_dir,
     }
-    targets = {SERVICE: SYSTEMD / SERVICE, "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf")}
+    targets = {SERVICE: SYSTEMD / SERVICE, "tmpfiles.conf": TMPFILES / "multiverse.conf"}
     return _render(settings, config, targets, values)
 
 
@@ -97,6 +126,7 @@ def _render(
         "bridge": settings.qemu.bridge,
         "uplink": settings.qemu.uplink,
         "bridge_service": BRIDGE_SERVICE,
+        "agent_service": AGENT_SERVICE,
     }
     environment = Environment(
         loader=PackageLoader("multiverse.site"), undefined=StrictUndefined, keep_trailing_newline=True

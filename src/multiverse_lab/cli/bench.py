@@ -29,11 +29,8 @@ from multiverse_lab.lab.lifecycle import Progress
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.session import LabSession, session
 
-app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
 
-
-@app.callback()
-def _show_progress(context: typer.Context) -> None:
+def show_progress(context: typer.Context) -> None:
     """Measurements, with their baseline in the same run."""
     if context.invoked_subcommand and not {"--help", "-h"} & set(sys.argv):
         context.with_resource(working(f"bench {context.invoked_subcommand}"))
@@ -41,6 +38,7 @@ def _show_progress(context: typer.Context) -> None:
 
 # MiB. The jobs of benchmarks write hardly anything: what their VMs could write is not to limit how many there are.
 AMPLE_DISK = 1 << 24
+ALL_KINDS = ",".join(kind.name for kind in latency.KINDS)
 SLIM_CLONES = (latency.JobKind("instant", ("--constraint=slim&instant",)),)
 DIRECTORY, IMAGES = Path("/var/lib/multiverse/bench"), Path("/var/lib/multiverse/images")
 Dir = Annotated[Path, typer.Option("--dir", help="Where the lab is kept.")]
@@ -48,11 +46,10 @@ Images = Annotated[Path, typer.Option("--images", help="Where images are kept.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command("latency")
 def latency_(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Jobs of each kind.")] = 30,
     seed: Annotated[int, typer.Option(help="Of the gaps and of the order.")] = 1,
-    kinds: Annotated[str, typer.Option(help="Which kinds, with commas.")] = ",".join(k.name for k in latency.KINDS),
+    kinds: Annotated[str, typer.Option(help="Which kinds, with commas.")] = ALL_KINDS,
     directory: Dir = DIRECTORY,
     images: Images = IMAGES,
     json: Json = False,

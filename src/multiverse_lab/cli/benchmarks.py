@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typer
+
 from multiverse_lab.cli import (
     across,
     backfill,
@@ -30,7 +32,9 @@ from multiverse_lab.cli import (
     viewers,
 )
 
-app = bench.app
+app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
+app.callback()(bench.show_progress)
+app.command("latency")(bench.latency_)
 app.command("across")(across.across)
 app.command("burst")(burst.burst)
 app.command("checkpoint")(checkpoint.checkpoint)

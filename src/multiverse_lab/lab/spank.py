@@ -12,9 +12,9 @@ from multiverse_lab.lab.layout import Layout
 _CHECKOUT = Path(__file__).parents[3] / "var" / "spank"  # where `make spank` puts them
 _PLACES = (
     (_CHECKOUT / "multiverse.so", _CHECKOUT / "mventer"),
-    (JobVmSettings.plugin, JobVmSettings.enter),  # `make -C spank install`
+    (JobVmSettings.plugin, JobVmSettings.enter),  # of the package, or of `make -C spank install PREFIX=/usr`
 )
-_COMMANDS = (_CHECKOUT / "multiverse-vm", Path("/usr/local/bin/multiverse-vm"))
+_COMMANDS = (_CHECKOUT / "multiverse-vm", Path("/usr/bin/multiverse-vm"))
 
 
 def built_plugin(places: Sequence[tuple[Path, Path]] = _PLACES) -> tuple[Path, Path] | None:

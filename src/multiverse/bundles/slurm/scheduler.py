@@ -30,8 +30,8 @@ from multiverse.drivers.slurm.site.bootstrap import read, slurm_uid, why_not_wri
 from multiverse.drivers.slurm.site.conf import SiteConf, UntilChanged, munge_socket
 from multiverse.drivers.slurm.submission import Hint, hints, take
 from multiverse.images.catalog import list_images, package_version
-from multiverse.ports.site import Finding, Level
-from multiverse.site import checking, machine, rendering
+from multiverse.ports.site import Finding, InstallationPlan, Level, Removal
+from multiverse.site import checking, installing, machine, rendering
 from multiverse.site.checking import Part, tried
 from multiverse.system.files import SiteFile
 from multiverse.system.processes import unreachable
@@ -154,7 +154,7 @@ class NodeCount:
 
 def _lack(site: SiteConf, cpus: int) -> list[Notice]:
     lack = requirements.lack_of_nodes(cpus, site)
-    return [Notice("nodes", *lack[1:])] if lack else []
+    return [Notice("nodes", *lack[1:4])] if lack else []
 
 
 # The reasons that users ask about most. See squeue(1), JOB REASON CODES.
@@ -222,7 +222,7 @@ class SlurmSystem:
     @cached_property
     def notices(self) -> Sequence[Notice]:
         text, preempts = read(self._settings.slurm.conf), self._settings.preempts
-        return [Notice("unserved", *found[1:]) for found in conf.unsupported(text, preempts=preempts)]
+        return [Notice("unserved", *found[1:4]) for found in conf.unsupported(text, preempts=preempts)]
 
     def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
         return self._node_count.lack(cpus)
@@ -301,6 +301,25 @@ def _of_slurm(settings: Settings, config: Path, site: SiteConf) -> Iterator[Exam
         "port of slurmctld": lambda: _slurmctld_port(settings, site),
     }
     for name, part in more.items():
+        yield Examination(name, tuple(tried(part)))
+
+
+def before(settings: Settings, source: Path) -> Iterator[Examination]:
+    """What the site's Slurm lacks that `multiverse site install` does not add."""
+    try:
+        site, release = conf.read(source), checking.release_of(settings)
+    except MultiverseError as error:
+        yield _broken("Slurm", error)
+        return
+    lacking = [each for each in requirements.examine(settings, site, release) if not installing.is_added(each, site)]
+    parts: dict[str, Part] = {
+        "slurm.conf, without what site install adds": lambda: lacking,
+        "node sets": lambda: requirements.node_sets(settings.slurm, site),
+        "name service": lambda: names(site),
+        "munge": lambda: _munge(settings),
+        "munge key": lambda: checking.munge_key(settings),
+    }
+    for name, part in parts.items():
         yield Examination(name, tuple(tried(part)))
 
 
@@ -399,6 +418,21 @@ class SlurmBundle:
 
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
         return checking.check(settings, config, source)
+
+    def plan(self, settings: Settings, config: Path) -> InstallationPlan:
+        return installing.plan(settings, config, checking.release_of(settings))
+
+    def removals(self, settings: Settings, config: Path) -> list[Removal]:
+        return installing.removals(settings, config)
+
+    def in_use(self, settings: Settings) -> list[str]:
+        return installing.in_use(settings)
+
+    def stop(self, settings: Settings) -> list[str]:
+        return installing.stop(settings)
+
+    def before(self, settings: Settings, source: Path) -> Iterator[Examination]:
+        return before(settings, source)
 
     def open(self, settings: Settings, site: str, leased: Collection[LeaseSpec]) -> SlurmSystem:
         return SlurmSystem(settings, site, leased)

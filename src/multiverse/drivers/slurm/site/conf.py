@@ -308,10 +308,11 @@ class SiteConf:
         return any(found[kind.lower()].lower() == _DEFAULT for found in records(text, kind))
 
 
-def read(path: Path) -> SiteConf:
-    """The slurm.conf at `path`. `Broken` if it, or a file that it includes, cannot be read. Our file may be missing."""
+def read(path: Path, change: Callable[[str], str] = str) -> SiteConf:
+    """The slurm.conf at `path`. `Broken` if it, or a file that it includes, cannot be read. Our file may be missing.
+    With `change`, it is as it would be if its text were changed so."""
     text, above, files = "", None, dict[Path, int]()
-    for included, part in _parts(path, path.parent, files):
+    for included, part in _parts(path, path.parent, files, change):
         if included == OURS:
             above = text
         else:
@@ -347,12 +348,14 @@ class UntilChanged(Generic[T]):
             return True
 
 
-def _parts(path: Path, directory: Path, files: dict[Path, int]) -> Iterator[tuple[str, str]]:
+def _parts(
+    path: Path, directory: Path, files: dict[Path, int], change: Callable[[str], str] = str
+) -> Iterator[tuple[str, str]]:
     """The text in parts, in Slurm's order. The name of a part is `OURS` for the line that includes our file, else
     empty. The files that are read are added to `files`. Names of files are relative to `directory`, as in Slurm."""
     try:
         files[path] = path.stat().st_mtime_ns
-        text = path.read_text()
+        text = change(path.read_text())
     except OSError as error:
         hint = "set slurm.conf in the settings, or give --slurm-conf"
         raise Broken(f"cannot read {path}: {error.strerror}", hint=hint) from error

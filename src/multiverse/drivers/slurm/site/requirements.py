@@ -135,6 +135,7 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             "PrologFlags",
             "a step whose environment lacks the options of its job would not run in the job's VM",
             "add Alloc to PrologFlags, then restart slurmctld and all slurmds",
+            "PrologFlags=Alloc",
         )
     gres = settings.job_vms.sriov_gres
     if gres and gres not in conf.value(site.text, "GresTypes").split(","):
@@ -142,6 +143,7 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             "GresTypes",
             f"Slurm knows no GRES {gres}, by which it is to count virtual functions (job_vms.sriov_gres)",
             f"add {gres} to GresTypes, and to gres.conf and the nodes: see docs/operations.md",
+            f"GresTypes={gres}",
         )
     feature = settings.job_vms.feature
     for node in site.records("NodeName"):
@@ -170,6 +172,7 @@ def _include(site: SiteConf) -> Iterator[Finding]:
             "slurm.conf",
             f"slurm.conf does not include {OURS}",
             f"add the line: Include {OURS} (above any line NodeName=DEFAULT), then restart slurmctld",
+            f"Include {OURS}",
         )
     elif site.defaults_above("NodeName"):
         yield _problem(
@@ -195,11 +198,12 @@ def lack_of_nodes(cpus: int, site: SiteConf) -> Finding | None:
     needed, count = nodes_needed(cpus, site), site.number("MaxNodeCount") or 0
     if count >= needed:
         return None
+    line = f"MaxNodeCount={math.ceil(needed / _ROUND) * _ROUND}"
     return _problem(
         "MaxNodeCount",
         f"MaxNodeCount is {count or 'not set'}, but {needed} nodes can exist, VMs included",
-        f"set MaxNodeCount={math.ceil(needed / _ROUND) * _ROUND} or more and restart slurmctld (scontrol reconfigure "
-        "would end it)",
+        f"set {line} or more and restart slurmctld (scontrol reconfigure would end it)",
+        line,
     )
 
 
@@ -212,6 +216,7 @@ def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fin
             "SelectType",
             f"SelectType is {select}, but dynamic nodes need select/cons_tres",
             "set SelectType=select/cons_tres and restart slurmctld; see in slurm.conf(5) what becomes of running jobs",
+            "SelectType=select/cons_tres",
         )
     if lack := lack_of_nodes(site_cpus(settings), site):
         yield lack
@@ -220,6 +225,7 @@ def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fin
             "TreeWidth",
             f"Slurm {release} passes messages on through nodes, which dynamic nodes cannot do",
             f"set TreeWidth={TREE_WIDTH} and run scontrol reconfigure",
+            f"TreeWidth={TREE_WIDTH}",
         )
     topology = site.value("TopologyPlugin", "topology/none").lower()
     if release < (23, 2) and topology not in ("topology/none", "topology/default"):
@@ -281,6 +287,7 @@ def _gate(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             missing,
             f"{missing} is missing beside the other program of power saving, so that Slurm powers no node up or down",
             f"set {missing}, for example to /bin/true, and run scontrol reconfigure",
+            f"{missing}=/bin/true",
         )
 
 
@@ -291,12 +298,14 @@ def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             "JobSubmitPlugins",
             "JobSubmitPlugins does not have lua, so jobs are not sent to the gate",
             f"set JobSubmitPlugins={','.join([*plugins, 'lua'])} and run scontrol reconfigure",
+            "JobSubmitPlugins=lua",
         )
     if not epilogs(site):
         yield _note(
             "EpilogSlurmctld",
             "slurmctld does not tell when a job in a VM ends, so its VM is removed up to a poll interval later",
             f"set EpilogSlurmctld={settings.slurm.conf.parent}/{install.EPILOG} and restart slurmctld",
+            f"EpilogSlurmctld={settings.slurm.conf.parent}/{install.EPILOG}",
         )
 
 
@@ -321,11 +330,12 @@ def _communication(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         )
     if not any(word.startswith("keepalivetime=") for word in site.words("CommunicationParameters")):
         silence = site.number("SlurmdTimeout") or SLURMD_TIMEOUT
+        words = f"keepalivetime={silence},keepaliveinterval=10,keepaliveprobes=6"
         yield _note(
             "CommunicationParameters",
             "a VM that is gone closes no connection, so an srun that slurmctld cannot tell of it waits for ever",
-            f"add keepalivetime={silence},keepaliveinterval=10,keepaliveprobes=6 to CommunicationParameters, then run "
-            "scontrol reconfigure",
+            f"add {words} to CommunicationParameters, then run scontrol reconfigure",
+            f"CommunicationParameters={words}",
         )
     names = [one.name for one in slurmctlds]
     if len(names) > 1:
@@ -364,6 +374,7 @@ def _scheduling(site: SiteConf) -> Iterator[Finding]:
             "SchedulerParameters",
             "without bf_continue each start of a VM ends Slurm's backfill cycle, so waiting jobs may be overlooked",
             "add bf_continue to SchedulerParameters and run scontrol reconfigure",
+            "SchedulerParameters=bf_continue",
         )
     held = parameters.get("bf_yield_interval", "")
     if backfill and (int(held) if held.isdecimal() else BF_YIELD_INTERVAL) > LONGEST_YIELD_INTERVAL:
@@ -372,12 +383,14 @@ def _scheduling(site: SiteConf) -> Iterator[Finding]:
             f"slurmctld may answer nothing for {held or BF_YIELD_INTERVAL} µs at a time (bf_yield_interval) "
             "while it plans the backfill of a long queue, which delays the start and the end of VMs",
             f"add bf_yield_interval={LONGEST_YIELD_INTERVAL} to SchedulerParameters and run scontrol reconfigure",
+            f"SchedulerParameters=bf_yield_interval={LONGEST_YIELD_INTERVAL}",
         )
     if "partition_job_depth" not in parameters:
         yield _note(
             "SchedulerParameters",
             "a job whose VM is ready may wait for jobs of other partitions, which use up Slurm's default_queue_depth",
             f"add partition_job_depth={PARTITION_JOB_DEPTH} to SchedulerParameters and run scontrol reconfigure",
+            f"SchedulerParameters=partition_job_depth={PARTITION_JOB_DEPTH}",
         )
     for key in ("PriorityWeightTRES", "PriorityWeightJobSize"):
         if site.value(key, "0") != "0":
