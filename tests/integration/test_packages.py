@@ -57,6 +57,7 @@ def test_the_packages_are_installed_and_work(said: dict[str, list[str]]) -> None
         f"/usr/lib/systemd/system/{AGENT_SERVICE}",
         "/usr/lib/tmpfiles.d/multiverse-agent.conf",
         "/usr/share/man/man1/multiverse.1.gz",
+        "/usr/share/man/man5/multiverse.toml.5.gz",
         "/usr/share/bash-completion/completions/multiverse",
         "/usr/share/multiverse/grafana/multiverse.json",
         "/usr/share/multiverse/prometheus/rules.yml",
