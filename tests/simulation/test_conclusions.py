@@ -67,6 +67,19 @@ def test_a_vm_that_died_before_an_older_database_is_restored_quarantines_no_job(
     assert not any("quarantined" in line for line in outcome.journal)
 
 
+@pytest.mark.parametrize("away", [7.1, 7.5])
+def test_a_job_that_an_older_database_has_not_pinned_yet_gets_no_other_vm_beside_the_lost_one(away: float) -> None:
+    """Its host is out of reach until its VM counts as lost. The job starts there as soon as the host is back."""
+    world = WorldSettings(hosts=WorldSettings().hosts[:1])
+    incidents = (
+        Incident(6.6, IncidentKind.DATABASE_RESTORED, 40.0),
+        Incident(away, IncidentKind.HOST_AWAY, 150.0),
+    )
+    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch(seconds=30.0)),), world=world, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert outcome.transitions["vm: starting - lost -> lost"] == 1
+
+
 def test_a_template_is_found_that_an_older_database_does_not_know_once_its_source_answers() -> None:
     """The source is silent from before the database is restored until all jobs have ended."""
     incidents = (

@@ -513,7 +513,12 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, p
         pass  # the row is older than the job's start, and a VM has died since: the scheduler ends or requeues the job
     elif seen.status is not JobStatus.PENDING:
         state.move(quarantine(attempt, Why.TOO_SOON(status=seen.status)))
-    elif not _return_if_changed(state, attempt, seen, world):
+    elif _return_if_changed(state, attempt, seen, world):
+        pass
+    elif seen.shown.pinned == attempt.feature and len(vms) < attempt.request.nodes:
+        # The row is older than the pin: the job starts on the lost VM once that is back, perhaps beside another one.
+        state.move(return_attempt(attempt, Event.GAVE_UP, Why.VM_LOST_BEFORE()))
+    else:
         blocked = any(may_take_job(state, vm, world) for vm in state.vms_of(attempt))
         _advance_vms(state, attempt, policy, blocked=blocked or _may_start_elsewhere(attempt, vms, seen.view))
 
