@@ -654,7 +654,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def parse(raw: dict[str, Any], origin: str) -> Settings:
     """Settings from a parsed document, which error messages call `origin`. Raises `Refused`."""
-    problems = list(_unknown_keys(Settings, raw, ""))
+    problems = list(unknown_keys(Settings, raw, ""))
     if not problems:
         try:
             settings = TypeAdapter(Settings).validate_python(raw)
@@ -667,7 +667,7 @@ def parse(raw: dict[str, Any], origin: str) -> Settings:
     raise Refused(f"{origin}: " + "; ".join(problems), hint="correct these keys and start again")
 
 
-def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
+def unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
     """Each key that `cls` does not have, also in nested tables, with the most similar key."""
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]
@@ -677,7 +677,7 @@ def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
         else:
             for inner, table, path in _tables(hints[key], value, key):
-                yield from _unknown_keys(inner, table, f"{prefix}{path}.")
+                yield from unknown_keys(inner, table, f"{prefix}{path}.")
 
 
 def _tables(hint: Any, value: Any, path: str) -> Iterator[tuple[type, dict[str, Any], str]]:
