@@ -87,7 +87,7 @@ _NAMES = {Event.SUBMITTED: "opened", Event.ADMITTED: "admitted", Event.CREATED: 
 
 
 @dataclass
-class _Watch:
+class AttemptWatch:
     """Notes the moves of attempts, as they are committed. See `controller.loop.Watcher`."""
 
     live: dict[str, JobTimes] = field(default_factory=dict)  # by job id
@@ -130,7 +130,7 @@ class _Workload:
         ports = self.world.scheduler(Random(f"{seed}/scheduler"), settings.image), self.world.hypervisor(Random(seed))
         self.controller = _PacedController(self.store, *ports, self.clock, settings, Random(f"{seed}/controller"))
         self.controller.pass_takes = world.pass_takes
-        self.watch = _Watch(ahead=self.clock.now() - self.loop.time())
+        self.watch = AttemptWatch(ahead=self.clock.now() - self.loop.time())
         self.controller.watch(self.watch)
         self.world.cluster.hint = self.controller.hint
         self.world.cluster.ended = self._job_ended
