@@ -212,9 +212,11 @@ def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: M
     for why in dict.fromkeys(one.why for one in found if one.why):
         render.say(f"{', '.join(one.figure for one in found if one.why == why)}: {why}.")
     assumed = (
-        f"{paper_cluster.ASSUMED}, and two threads for each core, so that CPUs claimed twice compute at full speed"
+        f"Assumed: {paper_cluster.ASSUMED}, with which workload-1 agrees best. Assumed, knowing workload-2: two "
+        "threads for each core, so that CPUs claimed twice compute at full speed, and utilization of the CPUs that may "
+        "be claimed"
     )
-    render.say(f"The paper says λ = 10, and not of what. Assumed: {assumed}. How much hangs on that:", indent=0)
+    render.say(f"The paper says λ = 10, and not of what. {assumed}. How much hangs on that:", indent=0)
     table = render.table("READING", "CLONE, FULL", "ALL DONE, FULL", "ALL DONE, INSTANT", "RATIO")
     for name, of_reading in other.items():
         table.add_row(name, *(shown(one, _plain) for one in _reading(of_reading)))

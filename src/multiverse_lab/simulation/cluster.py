@@ -35,7 +35,7 @@ from multiverse_lab.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse_lab.simulation.jobs import KILL_WAIT, Batch, JobRecord, NodeRecord
 from multiverse_lab.simulation.processes import Ledger
 from multiverse_lab.simulation.state_files import AWAY, KILLED, MISSED, KeptRun
-from multiverse_lab.simulation.tables import JobTable, NodeTable
+from multiverse_lab.simulation.tables import KeptJobs, KeptNodes
 
 NOTICED = 5.0
 """Seconds by which the controller may notice the start of a run later than its end."""
@@ -173,8 +173,8 @@ class Cluster:
     def __init__(self, rng: Random, settings: ClusterSettings) -> None:
         self.settings = settings
         self.up = True
-        self.jobs = JobTable(self.separator)
-        self.nodes = NodeTable()
+        self.jobs = KeptJobs(self.separator)
+        self.nodes = KeptNodes()
         self.physical: dict[str, NodeRecord] = {}  # of the partition that overflows; each runs one job at a time
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.submitted = 0  # how many

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from multiverse.core.model.job import JobState
 from multiverse_lab.simulation.jobs import JobRecord, NodeRecord
-from multiverse_lab.simulation.tables import NodeTable
+from multiverse_lab.simulation.tables import KeptNodes
 
 KILLED = (0.02, 5.0)  # seconds after a requeue
 AWAY = (1.0, 15.0)  # seconds until it is started again
@@ -35,7 +35,7 @@ class KeptRun:
         same = self.job.restarts - int(str(self.fields["restarts"])) <= 1
         return same and self.job.state in (JobState.COMPLETING, JobState.PENDING) and not self.job.by_user
 
-    def show_again(self, nodes: NodeTable, now: float) -> None:
+    def show_again(self, nodes: KeptNodes, now: float) -> None:
         """The job runs on its nodes, which the controller may have deleted meanwhile."""
         for name, value in self.fields.items():
             setattr(self.job, name, value)

@@ -12,7 +12,7 @@ from multiverse_lab.simulation.jobs import JobRecord, NodeRecord
 T = TypeVar("T")
 
 
-class NodeTable(dict[str, NodeRecord]):
+class KeptNodes(dict[str, NodeRecord]):
     """The nodes by name, and by feature, with the places that are free in the scheduler's table."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class NodeTable(dict[str, NodeRecord]):
         return self._having.get(feature, {}).values()
 
 
-class JobTable(dict[str, JobRecord]):
+class KeptJobs(dict[str, JobRecord]):
     """The jobs that slurmctld remembers, by id, and by user; and which ids have jobs."""
 
     def __init__(self, separator: str) -> None:
