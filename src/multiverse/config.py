@@ -1006,7 +1006,7 @@ def parse(raw: dict[str, Any], origin: str) -> Settings:
 def examined(raw: dict[str, Any]) -> tuple[Settings | None, list[Mistake]]:
     """The settings in a parsed document, and all mistakes in it. None if a value is wrong. Contradictions between keys
     are found among the values that are right by themselves."""
-    found = [Mistake(key, message) for key, message in _unknown_keys(Settings, raw, ())]
+    found = list(unknown_keys(Settings, raw))
     known = _without(raw, [one.key for one in found])
     adapter = _adapter()
     try:
@@ -1096,25 +1096,26 @@ def _without(raw: dict[str, Any], keys: Iterable[tuple[str | int, ...]]) -> dict
     return copied
 
 
-def _unknown_keys(
-    cls: type, raw: dict[str, Any], prefix: tuple[str | int, ...]
-) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Each key that `cls` does not have, also in nested tables, with the most similar key."""
+def unknown_keys(
+    cls: type, raw: dict[str, Any], prefix: tuple[str | int, ...] = (), root: type | None = None
+) -> Iterator[Mistake]:
+    """Each key that `cls` does not have, also in nested tables, with the most similar key, or with the table of `root`
+    (or of `cls`) that has it."""
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]
     for key, value in raw.items():
         if key not in names:
-            yield (*prefix, key), f"no such key{_suggestion(key, names)}"
+            yield Mistake((*prefix, key), f"no such key{_suggestion(key, names, root or cls)}")
         else:
             for inner, table, path in _tables(hints[key], value, (*prefix, key)):
-                yield from _unknown_keys(inner, table, path)
+                yield from unknown_keys(inner, table, path, root or cls)
 
 
-def _suggestion(key: str, names: Iterable[str]) -> str:
+def _suggestion(key: str, names: Iterable[str], root: type) -> str:
     near = difflib.get_close_matches(key, names, n=1)
     if near:
         return f", did you mean {near[0]}?"
-    classes = {name: table_class(hint) for name, hint in get_type_hints(Settings).items()}
+    classes = {name: table_class(hint) for name, hint in get_type_hints(root).items()}
     tables = [f"[{name}]" for name, cls in classes.items() if cls and key in {f.name for f in fields(cls)}]
     return f"; it is a key of {' and '.join(tables)}" if tables else ""
 

@@ -34,7 +34,7 @@ from multiverse.core.model.host import JobLimits, KnownHost
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.saved import Saved
-from multiverse.core.model.vm import Vm, VmRef
+from multiverse.core.model.vm import Offer, Vm, VmRef
 from multiverse.core.model.world import Observation, World
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
@@ -460,13 +460,19 @@ class Controller:
         self._wake.set()
 
     def _observe_source_of(self, done: Done) -> None:
-        """Observe sooner what the effect may have changed: its row's sources, or all."""
+        """Observe sooner what the effect may have changed: the sources of its row or of its VMs, or all."""
         row = self.state.get(done.key)
+        vms = [row] if isinstance(row, Vm) else []
         names = [getattr(row, "source", "")]
         if isinstance(row, Saved):
             vms = self.state.restored_from(row)
-            names = [vm.place.source for vm in vms] or [part.source for part in row.parts]
-        elif isinstance(row, Vm):
-            names = [place.source for place in row.places]
-        for one in [self.sources[name] for name in names if name in self.sources] or self.sources.values():
+            names = [part.source for part in row.parts] if not vms else []
+        elif isinstance(row, Attempt):
+            vms = self.state.vms_of(row)
+        elif isinstance(row, Offer):
+            vms = [self.state.vms[row.id]] if row.id in self.state.vms else []
+        names += [place.source for vm in vms for place in vm.places]
+        for one in [
+            self.sources[name] for name in dict.fromkeys(names) if name in self.sources
+        ] or self.sources.values():
             one.poke()

@@ -10,6 +10,7 @@ estimates of run times: a job's limit is its run time times a number between 1 a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -50,21 +51,25 @@ class Model:
 def generate(count: int, seed: int, model: Model | None = None, load: float = 0.0) -> list[TraceJob]:
     """So many jobs. With `load` the gaps between them are stretched so that the jobs ask for that share of all
     processors until the last one comes."""
-    model, rng = model or Model(), Random(seed)
-    arrivals = _Arrivals(model, rng)
-    jobs = []
-    for number in range(1, count + 1):
-        at, processors = arrivals.next(), _processors(model, rng)
-        runs = max(1, int(_runs(model, rng, processors)))
-        limit = math.ceil(runs * rng.uniform(1.0, model.estimates) / 60) * 60
-        jobs.append(TraceJob(number, at, runs, processors, limit))
-    begin = jobs[0].submitted
-    jobs = [replace(job, submitted=job.submitted - begin) for job in jobs]
+    model = model or Model()
+    jobs = list(stream(count, seed, model))
     span = jobs[-1].submitted
     if load and span:
         stretch = sum(job.runs * job.processors for job in jobs) / (model.processors * load * span)
         jobs = [replace(job, submitted=round(job.submitted * stretch)) for job in jobs]
     return jobs
+
+
+def stream(count: int, seed: int, model: Model) -> Iterator[TraceJob]:
+    """The same without `load`, one after the other. The first one comes at 0."""
+    rng, begin = Random(seed), None
+    arrivals = _Arrivals(model, rng)
+    for number in range(1, count + 1):
+        at, processors = arrivals.next(), _processors(model, rng)
+        begin = at if begin is None else begin
+        runs = max(1, int(_runs(model, rng, processors)))
+        limit = math.ceil(runs * rng.uniform(1.0, model.estimates) / 60) * 60
+        yield TraceJob(number, at - begin, runs, processors, limit)
 
 
 def _processors(model: Model, rng: Random) -> int:

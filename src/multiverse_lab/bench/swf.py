@@ -11,7 +11,7 @@ from pathlib import Path
 from multiverse.core.errors import Refused
 
 _FIELDS = 18
-_SUBMITTED, _RUNS, _GIVEN, _ASKED, _LIMIT = 1, 3, 4, 7, 8  # the fields that are used, counted from 0
+_SUBMITTED, _RUNS, _GIVEN, _ASKED, _LIMIT, _USER = 1, 3, 4, 7, 8, 11  # the fields that are used, counted from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class TraceJob:
     runs: float
     processors: int
     limit: float
+    user: int = 0
 
     @property
     def seconds(self) -> float:
@@ -53,7 +54,8 @@ def read(path: Path) -> list[TraceJob]:
         runs, limit = numbers[_RUNS], numbers[_LIMIT]
         if runs > 0 and processors > 0:
             limit = limit if limit > 0 else runs
-            found.append(TraceJob(int(numbers[0]), numbers[_SUBMITTED], runs, processors, limit))
+            user = max(0, int(numbers[_USER]))
+            found.append(TraceJob(int(numbers[0]), numbers[_SUBMITTED], runs, processors, limit, user))
     return sorted(found, key=lambda job: (job.submitted, job.number))
 
 

@@ -11,6 +11,7 @@ import typer
 
 from multiverse.cli import progress, render
 from multiverse.core.errors import Broken, Refused
+from multiverse_lab.cli import simulated_cluster
 
 if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay other commands
     from multiverse_lab.simulation.scenario import Scenario
@@ -148,3 +149,6 @@ def _scenario(what: str, pair: str, history: str) -> Scenario:
     if not what.isdigit():
         return load(Path(what))
     return HISTORIES[history].scenario(int(what)) if history else with_faults(int(what), pair=_pair(pair))
+
+
+app.command("cluster")(simulated_cluster.cluster)

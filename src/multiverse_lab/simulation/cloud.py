@@ -34,6 +34,9 @@ class CloudMachines(Machines):
     def source_of(self, host: str) -> str:
         return SOURCE
 
+    def hosts_of(self, source: str) -> Sequence[str]:
+        return list(self.hosts) if source == SOURCE else []
+
     def _disks(self) -> dict[str, ImageDisk]:
         """A VM's disk counts as what was asked for."""
         return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -21,8 +21,10 @@ from multiverse.core.model.job import (
     MOST_SHORT_RUNS,
     SHORT_RUN,
     YEAR,
+    Job,
     JobState,
     Maintenance,
+    Node,
     NodeReservation,
     NodeSpec,
     Preemption,
@@ -33,6 +35,7 @@ from multiverse_lab.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse_lab.simulation.jobs import KILL_WAIT, Batch, JobRecord, NodeRecord
 from multiverse_lab.simulation.processes import Ledger
 from multiverse_lab.simulation.state_files import AWAY, KILLED, MISSED, KeptRun
+from multiverse_lab.simulation.tables import KeptJobs, KeptNodes
 
 NOTICED = 5.0
 """Seconds by which the controller may notice the start of a run later than its end."""
@@ -49,6 +52,7 @@ class ClusterSettings:
 
     release_after: float = 30.0  # from the controller's hold of a job until its user releases it
     cycle: float = 1.0  # between two runs of the scheduler
+    restart: tuple[float, float] = (0.0, 0.0)  # that slurmctld takes to know new nodes; none: it needs no restart
     node_timeout: float = 60.0  # SlurmdTimeout
     requeue_delay: float = 121.0  # from the requeue of a job to the begin time that slurmctld gives to the job
     launch: tuple[float, float] = (0.02, 0.2)  # from start to the script's first instruction
@@ -169,10 +173,12 @@ class Cluster:
     def __init__(self, rng: Random, settings: ClusterSettings) -> None:
         self.settings = settings
         self.up = True
-        self.jobs: dict[str, JobRecord] = {}
-        self.nodes: dict[str, NodeRecord] = {}
+        self.jobs = KeptJobs(self.separator)
+        self.nodes = KeptNodes()
         self.physical: dict[str, NodeRecord] = {}  # of the partition that overflows; each runs one job at a time
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
+        self.submitted = 0  # how many
+        self.ended: Callable[[JobRecord], None] = lambda job: None  # is told of each job that has ended
         self.violations: list[str] = []
         self.ledger = Ledger()  # of the scripts
         # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.
@@ -199,6 +205,8 @@ class Cluster:
         self._answering.set()
         self._loop.call_later(rng.uniform(0.0, settings.cycle), self._run_cycle)
         self.backfill = SimulatedBackfill(self, rng)
+        self._for_restart: list[Callable[[], None]] = []
+        self._restarts = False
         self.reservation: NodeReservation | None = None  # of all nodes
         if settings.tester:
             self._loop.call_later(settings.test_interval, self._test_only)
@@ -370,8 +378,8 @@ class Cluster:
         known = self.nodes.get(registration.name)
         if known is None:
             node = NodeRecord(registration.name, registration.features, registration.size, guest)
-            node.sockets, node.place = registration.sockets, self._free_place()
-            self.nodes[registration.name] = node
+            node.sockets = registration.sockets
+            self.nodes.add(node)
             if small:
                 node.down, node.reason = True, "Low RealMemory"
         elif known.guest is guest:
@@ -382,9 +390,27 @@ class Cluster:
             self.violations.append(f"node {registration.name} registered from a second VM")
         return True
 
-    def _free_place(self) -> int:
-        taken = {node.place for node in self.nodes.values()}
-        return next(place for place in range(len(taken) + 1) if place not in taken)
+    def after_restart(self, do: Callable[[], None]) -> None:
+        """Do something once slurmctld has been restarted, which has not begun yet, or at once if it needs no restart.
+        A restart serves all who wait as it begins. Meanwhile slurmctld answers, as with a backup controller."""
+        if not self.settings.restart[1]:
+            do()
+            return
+        self._for_restart.append(do)
+        if not self._restarts:
+            self._restart_for_nodes()
+
+    def _restart_for_nodes(self) -> None:
+        waiting, self._for_restart, self._restarts = self._for_restart, [], True
+
+        def end() -> None:
+            for do in waiting:
+                do()
+            self._restarts = False
+            if self._for_restart:
+                self._restart_for_nodes()
+
+        self._after(self.settings.restart, end)
 
     def first_listed(self, names: Sequence[str]) -> str:
         """That one of some nodes on which a job's script would run; empty if there is none."""
@@ -457,7 +483,7 @@ class Cluster:
             raise Refused(f"node {name} is in use by job {node.job.job_id}", hint="wait until the job has left it")
         if node.stuck and not node.down:
             raise Refused(f"node {name} is in use", hint="set it DOWN")
-        del self.nodes[name]
+        self.nodes.remove(name)
 
     def drain(self, name: str) -> None:
         """Let no job start on a node. Nothing to do if there is no such node."""
@@ -485,13 +511,13 @@ class Cluster:
 
     def waited_for(self) -> set[str]:
         """The nodes on which backfill lets jobs start later. Now and then it plans one for a job that may start."""
-        waiting = (job for _, job in sorted(self.jobs.items()) if job.state is JobState.PENDING and job.pin is not None)
+        waiting = [job for job in self.jobs.values() if job.state is JobState.PENDING and job.pin is not None]
         return {
             node.name
-            for job in waiting
+            for job in sorted(waiting, key=lambda job: job.job_id)
             if self._kept(job) or not self._eligible(job) or self._rng.random() < 0.2
-            for _, node in sorted(self.nodes.items())
-            if not node.down and not node.drained and self._may_use(job, node)
+            for node in self._usable(job)
+            if not node.down and not node.drained
         }
 
     def go_away(self) -> None:
@@ -575,15 +601,7 @@ class Cluster:
     # --- observation
 
     def view(self) -> SchedulerView:
-        ranked = sorted(self.jobs.values(), key=self._order)
-        jobs = {
-            job.job_id: job.shown(
-                self._rank(job), self._may_be_served(job), self._uses(job), self._ends(job), self._delayed_until(job)
-            )
-            for job in ranked
-        }
-        reserved = self.is_reserved()
-        nodes = {name: node.shown(reserved=reserved) for name, node in sorted(self.nodes.items())}
+        jobs, nodes = self.shown_jobs(self.jobs.values()), self.shown_nodes(self.nodes)
         found = (
             (self.reservation,) if self.reservation and self.reservation.ends > self.epoch + self._loop.time() else ()
         )
@@ -595,11 +613,24 @@ class Cluster:
         return SchedulerView(
             jobs,
             nodes,
-            self._limits_left(),
+            self.limits_left(),
             reservations=found,
             preemption=self.settings.preemption,
             maintenance=maintenance,
         )
+
+    def shown_jobs(self, jobs: Iterable[JobRecord]) -> dict[str, Job]:
+        """Jobs as slurmctld shows them, in the order of the queue."""
+        return {
+            job.job_id: job.shown(
+                self._rank(job), self._may_be_served(job), self._uses(job), self._ends(job), self._delayed_until(job)
+            )
+            for job in sorted(jobs, key=self._order)
+        }
+
+    def shown_nodes(self, names: Iterable[str]) -> dict[str, Node]:
+        reserved = self.is_reserved()
+        return {name: self.nodes[name].shown(reserved=reserved) for name in sorted(names) if name in self.nodes}
 
     def _ends(self, job: JobRecord) -> float | None:
         """The Unix time by which a job that runs has ended at the latest; None if it does not run."""
@@ -610,7 +641,7 @@ class Cluster:
 
     def any_node_has(self, feature: str) -> bool:
         """Whether any node has this feature. Slurm refuses features that no node has."""
-        return any(feature in node.features for node in self.nodes.values())
+        return bool(self.nodes.having(feature))
 
     # --- scheduling
 
@@ -624,23 +655,25 @@ class Cluster:
         )
         return {limit: count for most, limit, count in limits if most}
 
-    def _limits_left(self) -> Counter[str]:
+    def limits_left(self) -> Counter[str]:
         """How much is left of each limit beside the running jobs."""
         left: Counter[str] = Counter()
         for job in self.jobs.values():
+            if not (self.settings.max_jobs or self.settings.max_cpus or job.batch.at_most):
+                continue
             most = {"jobs": self.settings.max_jobs, "CPUs": self.settings.max_cpus, "array": job.batch.at_most}
             for limit in self._uses(job):
                 left.setdefault(limit, most[limit.partition(" ")[0]])
         for job in self._live():
-            left.subtract(self._uses(job))
+            if uses := self._uses(job):
+                left.subtract(uses)
         return left
 
     def _live(self) -> list[JobRecord]:
         return [job for job in self.jobs.values() if job.state in LIVE]
 
     def _new_id(self) -> int:
-        taken = {job_id.partition(self.separator)[0] for job_id in self.jobs}
-        while str(self._next) in taken:
+        while self.jobs.has_base(self._next):
             self._next += 1
         base, self._next = self._next, self._next + 1
         if self._next > self.settings.last_id:
@@ -665,8 +698,9 @@ class Cluster:
             self.refused.append(batch)
             raise Refused(f"no hosts could ever hold {batch.nodes} x {batch.size}", hint="request less")
         job = JobRecord(
-            len(self.history), str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held
+            self.submitted, str(job_id), self._wall(), batch, self._loop.time() + batch.delay, held=batch.held
         )
+        self.submitted += 1
         self.jobs[job.job_id] = job
         self.history.append(job)
         job.at_origin = bool(batch.origin)
@@ -711,19 +745,23 @@ class Cluster:
         if not self.up:
             return
         now = self._loop.time()
-        for node in list(self.nodes.values()):
+        for node in [node for node in self.nodes.values() if node.silent is not None]:
             if node.silent is not None and now - node.silent >= self.settings.node_timeout:
                 self.set_down(node.name, "Not responding")
         for job in [job for job in self.jobs.values() if job.state is JobState.ENDED and job.ended <= now]:
             del self.jobs[job.job_id]
         for job in [job for job in self._live() if job.state is JobState.RUNNING and job.runs_until < now]:
             self._stop(job, "TIMEOUT")
-        for job in sorted(self.jobs.values(), key=self._order):
-            if job.state is JobState.PENDING and job.pin is not None:
-                self._try(job)
-        for job in sorted(self.jobs.values(), key=self._order):
-            if job.state is JobState.PENDING and job.at_origin and self._eligible(job) and not self._kept(job):
+        for job in self._pending(lambda job: job.pin is not None):
+            self._try(job)
+        for job in self._pending(lambda job: job.at_origin):
+            if self._eligible(job) and not self._kept(job):
                 self._try_physical(job)
+
+    def _pending(self, which: Callable[[JobRecord], bool]) -> list[JobRecord]:
+        """Such jobs that wait, in the order of the queue."""
+        waiting = [job for job in self.jobs.values() if job.state is JobState.PENDING and which(job)]
+        return sorted(waiting, key=self._order)
 
     def _try_physical(self, job: JobRecord) -> None:
         """Start a job on physical nodes if enough are free, in the order of the queue."""
@@ -740,9 +778,10 @@ class Cluster:
         """Whether Slurm would set the job's reason to BadConstraints."""
         return job.pin is not None and not self.any_node_has(job.pin)
 
-    def _may_use(self, job: JobRecord, node: NodeRecord) -> bool:
-        """Whether the job's constraints permit this node."""
-        return {job.pin, *job.batch.features} <= set(node.features)
+    def _usable(self, job: JobRecord) -> Collection[NodeRecord]:
+        """The nodes that the constraints of a pinned job permit."""
+        features = {job.pin, *job.batch.features}
+        return [node for node in self.nodes.having(job.pin or "") if features <= set(node.features)]
 
     def _try(self, job: JobRecord) -> None:
         """Start a pinned job if it is eligible and all its nodes are free."""
@@ -754,15 +793,15 @@ class Cluster:
         size = job.batch.size
         fit = [
             node
-            for node in sorted(self.nodes.values(), key=lambda node: node.place)
+            for node in sorted(self._usable(job), key=lambda node: node.place)
             if not (node.down or node.drained or node.stuck) and node.silent is None and node.job is None
-            if self._may_use(job, node)
             if node.size.cpus >= size.cpus and node.size.memory >= size.memory and node.sockets >= job.batch.sockets
         ][: job.batch.nodes]
         if len(fit) < job.batch.nodes:
             return
-        left = self._limits_left()
-        over = [limit for limit, count in self._uses(job).items() if count > left[limit]]
+        uses = self._uses(job)
+        left = self.limits_left() if uses else {}
+        over = [limit for limit, count in uses.items() if count > left[limit]]
         # A job that took an offer may have overtaken one that was admitted before; that one may wait for the limit.
         if over and not any(one.took_offer and over[0] in self._uses(one) for one in (job, *self._live())):
             self.violations.append(f"job {job.job_id} has its VMs, and a limit holds it back: {over[0]}")
@@ -865,6 +904,7 @@ class Cluster:
     def _end(self, job: JobRecord, result: str) -> None:
         job.state, job.result = JobState.ENDED, result
         job.ended = self._loop.time() + self._rng.uniform(*self.settings.min_job_age)
+        self.ended(job)
 
     def _suspend(self, job: JobRecord, before: JobState, after: JobState) -> None:
         if job.state is before and job.nodes:

@@ -28,8 +28,8 @@ class GridCluster(Cluster):
     def _is_unsatisfiable(self, job: JobRecord) -> bool:
         return False  # a job that names hosts which do not exist just stays pending
 
-    def _may_use(self, job: JobRecord, node: NodeRecord) -> bool:
-        return node.name in job.pinned_nodes
+    def _usable(self, job: JobRecord) -> Sequence[NodeRecord]:
+        return [self.nodes[name] for name in sorted(job.pinned_nodes) if name in self.nodes]
 
     def _requeued(self, job: JobRecord) -> None:
         """The job keeps its submit time, and may start at once, on the nodes that it names."""

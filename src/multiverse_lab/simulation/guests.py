@@ -68,7 +68,8 @@ class GuestBehaviour:
     faults end: with every other boot longer than the controller waits, a job might never start."""
 
     until: float | None = None  # seconds of virtual time: later guests are quick, and none is defective
-    boot: tuple[float, float] = (0.4, 1.2)  # from start to a daemon that registers
+    boot: tuple[float, float] = (0.4, 1.2)  # from start to a daemon that registers, or to the network
+    customize: tuple[float, float] = (0.0, 0.0)  # from the network to the daemon, where that is told apart
     retry: float = 1.0  # between tries to register while the scheduler does not answer
     mute: float = 0.0  # the share that never registers although the VM runs
     small: float = 0.0  # the share that registers with less memory than configured, and is set DOWN for that
@@ -115,6 +116,9 @@ class Guest:
     rests: bool = False  # its daemons have ended, or its VM is stopped, to be saved
     _asleep: bool = False  # its VM sleeps, and something answers for it
     _slept: bool = False  # it was to sleep at least once
+    share_cpus: Callable[[], None] = lambda: None  # a script of its host has begun, or goes on no more
+    speed: float = 1.0  # of the script: below 1 where VMs claim more CPUs than their host has
+    times: dict[str, float] = field(default_factory=dict)  # when it was started, had its network, its daemon, its node
     _deaf: bool = False  # its VM falls asleep or wakes: nobody answers
     _kill_waits: bool = False  # for the thaw
     _after_thaw: list[Callable[[], None]] = field(default_factory=list)
@@ -124,7 +128,19 @@ class Guest:
         sound = self._is_sound()
         if self.identity.bootstrap.daemons and (self.rng.random() >= self.behaviour.mute or sound):
             seconds = self.rng.uniform(*self.behaviour.boot)
-            self._later(min(seconds, _QUICK) if sound else seconds, self._register)
+            self.times["started"] = self._now()
+            self._later(min(seconds, _QUICK) if sound else seconds, self._have_network)
+
+    def _have_network(self) -> None:
+        self.times["network"] = self._now()
+        if self.behaviour.customize[1]:
+            self._later(self.rng.uniform(*self.behaviour.customize), self._have_daemon)
+        else:
+            self._have_daemon()
+
+    def _have_daemon(self) -> None:
+        self.times["daemon"] = self._now()
+        self.cluster.after_restart(self._register)
 
     def die(self) -> None:
         """Stop at once, with the script that runs."""
@@ -197,19 +213,44 @@ class Guest:
             self._continue_script()
 
     def _stop_script(self) -> None:
+        if self._pause_script():
+            self.share_cpus()
+
+    def _pause_script(self) -> bool:
+        computes = self._timer is not None and self._processes is not None
         if self._timer is not None and self._processes is not None:
             self._timer.cancel()
             self._timer = None
-            self._seconds_left -= self._now() - self._resumed
+            self._seconds_left -= (self._now() - self._resumed) * self.speed
             self.cluster.ledger.stop(self._processes, self._computed, self)
+        return computes
 
     def _continue_script(self) -> None:
         asleep = self._asleep or self._deaf
         stopped = asleep or self._suspended or self._paused or self._frozen or self._timer is not None
         if self._processes is not None and not stopped:
+            self._go_on_with_script()
+            self.share_cpus()
+
+    def _go_on_with_script(self) -> None:
+        if self._processes is not None:
             self._resumed = self._now()
             self.cluster.ledger.go_on(self._processes, self._computed, self.name, self)
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, self._seconds_left), self._script_ends)
+            left = max(0.0, self._seconds_left) / self.speed
+            self._timer = asyncio.get_running_loop().call_later(left, self._script_ends)
+
+    def run_at(self, speed: float) -> None:
+        """From now on the script computes at this share of a CPU's speed."""
+        if speed != self.speed:
+            goes_on = self._pause_script()
+            self.speed = speed
+            if goes_on:
+                self._go_on_with_script()
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a script runs here."""
+        return self._timer is not None
 
     @property
     def _computed(self) -> float:
@@ -479,6 +520,8 @@ class Guest:
         registration = Registration.unpack(self.identity.bootstrap)
         if self._silent or not self.cluster.register(self, registration, small=self._registers_small()):
             self._later(self.behaviour.retry, self._register)
+        else:
+            self.times["node"] = self._now()
 
     def _registers_small(self) -> bool:
         chosen = self.behaviour.small > 0 and self.rng.random() < self.behaviour.small

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
 
 from multiverse.core.errors import Unknown
-from multiverse.core.model.basics import Size
+from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import Host, HypervisorView
 from multiverse.core.model.identity import Identity, User
 from multiverse.core.model.job import LeasedHost
@@ -34,11 +35,21 @@ class HostLatencies:
     template: tuple[float, float] = (3.0, 5.0)
     instant: tuple[float, float] = (0.08, 0.2)
     full: tuple[float, float] = (1.0, 3.0)
+    linked: tuple[float, float] | None = None  # None: as instant ones
     start: tuple[float, float] = (0.03, 0.3)
     stop: tuple[float, float] = (0.01, 0.2)
     unreachable: tuple[float, float] = (1.0, 5.0)  # until a call to a source that does not answer fails
     freeze: tuple[float, float] = (0.02, 0.3)
     save: tuple[float, float] = (0.3, 2.0)
+
+
+@dataclass(frozen=True)
+class ClonePace:
+    """How clones of one kind are limited at the platform, as a virtualization manager limits them on all of its hosts.
+    0: no limit."""
+
+    rate: float = 0.0  # clones that begin in a second
+    at_once: int = 0
 
 
 class SimulatedHypervisor(ABC):
@@ -167,14 +178,52 @@ class SimulatedHosts(SimulatedHypervisor):
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         command = await self.take("command", self.latencies.command)
         self.machines.begin(vm)
-        clone = await self.take("clone", self.latencies.full if vm.kind == "full" else self.latencies.instant)
+        clone = await self.take("clone", self._clone_time(vm.kind))
         self.machines.park(VmRef(vm.name, vm.host))
         return (command, clone)
+
+    def _clone_time(self, kind: CloneKind) -> tuple[float, float]:
+        times, instant = self.latencies, self.latencies.instant
+        return {CloneKind.FULL: times.full, CloneKind.LINKED: times.linked or instant}.get(kind, instant)
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
         await self.take("command", self.latencies.command)
         self.machines.add_user(vm, user)
         await self.take("reply", self.latencies.command)
+
+
+class PacedHosts(SimulatedHosts):
+    """Hosts whose clones wait for their turn at the platform. A clone that was asked for is made even if the caller has
+    gone, who may ask again."""
+
+    def pace_by(self, paces: Mapping[CloneKind, ClonePace]) -> None:
+        self._paces = paces
+        self._turns = {kind: asyncio.Semaphore(pace.at_once) for kind, pace in paces.items() if pace.at_once}
+        self._next = dict.fromkeys(paces, 0.0)  # when the next clone of a kind may begin
+        self._cloning: dict[str, asyncio.Task[Sequence[Stage]]] = {}
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        task = self._cloning.get(vm.name)
+        if task is None:
+            self.machines.begin(vm)
+            task = self._cloning[vm.name] = asyncio.create_task(self._clone(vm))
+            task.add_done_callback(lambda task: self._made(vm.name, task))
+        return await asyncio.shield(task)
+
+    def _made(self, name: str, task: asyncio.Task[Sequence[Stage]]) -> None:
+        self._cloning.pop(name, None)
+        if not task.cancelled():
+            task.exception()  # which nobody may have waited for
+
+    async def _clone(self, vm: VmSpec) -> Sequence[Stage]:
+        turns: AbstractAsyncContextManager[Any] = self._turns.get(vm.kind) or nullcontext()
+        async with turns:
+            pace, now = self._paces.get(vm.kind, ClonePace()), asyncio.get_running_loop().time()
+            if pace.rate:
+                begins = max(now, self._next[vm.kind])
+                self._next[vm.kind] = begins + 1 / pace.rate
+                await asyncio.sleep(begins - now)
+            return await super().create(vm)
 
 
 class SimulatedSaves:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from zlib import crc32
@@ -117,6 +117,41 @@ class _Started(NamedTuple):
     guest: Guest
 
 
+class PlacedMachines(dict[str, Machine]):
+    """The VMs by name, and those of each host, so that a look at one host costs what is there. A VM that goes to
+    another host is taken out before its specification changes, and put in again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on: dict[str, dict[str, Machine]] = {}  # by host and name
+        self._holders: dict[tuple[str, str], str] = {}  # which VM has a token, MAC or address
+
+    def __setitem__(self, name: str, machine: Machine) -> None:
+        super().__setitem__(name, machine)
+        self.on.setdefault(machine.spec.host, {})[name] = machine
+        self._holders.update(dict.fromkeys(_unique_values(machine.spec), name))
+
+    def __delitem__(self, name: str) -> None:
+        spec = self[name].spec
+        super().__delitem__(name)
+        del self.on[spec.host][name]
+        for value in _unique_values(spec):
+            self._holders.pop(value, None)
+
+    def take(self, name: str) -> Machine:
+        machine = self[name]
+        del self[name]
+        return machine
+
+    def same(self, spec: VmSpec) -> Iterator[tuple[str, str]]:
+        """The VMs that have something which only one VM may have, and what."""
+        return ((self._holders[value], value[0]) for value in _unique_values(spec) if value in self._holders)
+
+
+def _unique_values(spec: VmSpec) -> list[tuple[str, str]]:
+    return [(what, value) for what in ("token", "mac", "address") if (value := getattr(spec, what))]
+
+
 def _machine(host: Host) -> str:
     """The machine that a host makes, as it says with its storages."""
     return next((one.machine for one in (host.storage, host.copies) if one is not None), "")
@@ -138,9 +173,12 @@ class Machines:
     ) -> None:
         self.images = {image.name: image for image in images}
         self.hosts = {host.name: host for host in hosts}
-        self.vms: dict[str, Machine] = {}
+        self.vms = PlacedMachines()
         self.copies: dict[tuple[str, str], Machine] = {}  # by name and host: the other place of a VM that moves
         self.templates: dict[TemplateKey, TemplateSeen] = {}
+        self._templates_on: dict[str, dict[TemplateKey, None]] = {}
+        self._identities: dict[tuple[str, str], str] = {}  # of guests: whose hostname, MAC, address or machine id it is
+        self._numbers = {host.name: number for number, host in enumerate(hosts)}
         self._builds: dict[TemplateKey, int] = {}
         self.violations: list[str] = []
         self.created: list[str] = []  # names of all VMs that ever existed, in order
@@ -194,10 +232,15 @@ class Machines:
     def delete_template(self, which: TemplateKey) -> None:
         self._check_reachable(which.host)
         self._check_floor(which.host)
-        self.templates.pop(which, None)
+        self._remove_template(which)
+
+    def _remove_template(self, which: TemplateKey) -> None:
+        if self.templates.pop(which, None) is not None:
+            del self._templates_on[which.host][which]
 
     def _show(self, which: TemplateKey, condition: TemplateCondition, reason: str = "") -> None:
         host, image, size, account = which
+        self._templates_on.setdefault(host, {})[which] = None
         self.templates[which] = TemplateSeen(image, host, image, condition, size, reason, account=account)
 
     # --- VMs
@@ -551,7 +594,7 @@ class Machines:
             raise Exhausted(f"cannot write {name}: no such directory", hint="is the storage mounted?")
 
     def host_at(self, source: str) -> str:
-        return next(host for host in self.hosts if self.source_of(host) == source)
+        return self.hosts_of(source)[0]
 
     # --- moves
 
@@ -573,11 +616,12 @@ class Machines:
 
     def switch(self, name: str, host: str) -> None:
         """A VM goes on in its copy on a host. The process that it leaves never runs again: it is shown as dead."""
-        machine, there = self.vms[name], self.copies.pop((name, host))
+        machine, there = self.vms.take(name), self.copies.pop((name, host))
         self.copies[name, machine.spec.host] = replace(
             machine, condition=VmCondition.DEAD, reason="it has moved", guest=None
         )
         machine.spec, machine.template = there.spec, None  # all of its memory is its own
+        self.vms[name] = machine
 
     # --- hosts
 
@@ -595,13 +639,13 @@ class Machines:
     def switch_off(self, host: str) -> None:
         """End all VMs and templates of the host; nothing of them remains."""
         self._check_floor(host)
-        for name in [name for name, machine in self.vms.items() if machine.spec.host == host]:
+        for name in list(self.vms.on.get(host, ())):
             self.remove(name)
         for guest in [machine.guest for machine in self.vms.values() if machine.handed == host and machine.guest]:
             guest.stranded = True
         self.copies = {key: copied for key, copied in self.copies.items() if copied.spec.host != host}
-        for which in [which for which in self.templates if which.host == host]:
-            del self.templates[which]
+        for which in list(self._templates_on.get(host, ())):
+            self._remove_template(which)
         self.kept = {key: files for key, files in self.kept.items() if key[0] != host}
 
     def host_of(self, vm: str) -> str:
@@ -614,24 +658,25 @@ class Machines:
         return [machine.spec.name for machine in self._on(host)]
 
     def _on(self, host: str) -> list[Machine]:
-        return [one for one in (*self.vms.values(), *self.copies.values()) if one.spec.host == host]
+        moving = [one for one in self.copies.values() if one.spec.host == host]
+        return [*self.vms.on.get(host, {}).values(), *moving]
 
     def remove(self, name: str) -> None:
         """End a VM, whatever it does."""
-        self._stop(self.vms.pop(name))
+        self._stop(self.vms.take(name))
 
     def fill_disk(self, host: str) -> None:
         """The disk of the host has no room left. The guests that run write, and are paused."""
         self.full.add(host)
-        for machine in self.vms.values():
-            if machine.spec.host == host and machine.condition is VmCondition.RUNNING and not machine.handed:
+        for machine in self.vms.on.get(host, {}).values():
+            if machine.condition is VmCondition.RUNNING and not machine.handed:
                 self._pause(machine)
 
     def make_room(self, host: str) -> None:
         """The disk of the host has room again."""
         self.full.discard(host)
-        for machine in self.vms.values():
-            if machine.spec.host == host and machine.condition is VmCondition.PAUSED:
+        for machine in self.vms.on.get(host, {}).values():
+            if machine.condition is VmCondition.PAUSED:
                 machine.condition = VmCondition.RUNNING
                 if machine.guest is not None:
                     machine.guest.unpause()
@@ -651,7 +696,7 @@ class Machines:
         return any(guest.alive and guest.serves() is not None for guest in self._guests(host))
 
     def _guests(self, host: str) -> list[Guest]:
-        return [machine.guest for machine in self.vms.values() if machine.spec.host == host and machine.guest]
+        return [machine.guest for machine in self.vms.on.get(host, {}).values() if machine.guest]
 
     # --- observation
 
@@ -659,10 +704,14 @@ class Machines:
         """The name of the source that answers for a host."""
         return host
 
+    def hosts_of(self, source: str) -> Sequence[str]:
+        """The hosts for which a source answers."""
+        return [source] if source in self.hosts else []
+
     def find(self, vm: VmRef) -> Machine | None:
         """The VM of that name at that source. Raises `Unknown` if the source does not answer, `Refused` if there is no
         such source, or if the VM has another token."""
-        hosts = [host for host in self.hosts if self.source_of(host) == vm.source]
+        hosts = self.hosts_of(vm.source)
         if not hosts:
             raise Refused(f"there is no source {vm.source!r} for VM {vm.name}", hint="name the source of its host")
         self._check_reachable(hosts[0])
@@ -682,7 +731,7 @@ class Machines:
         memory = sum(machine.takes.memory + OVERHEAD for machine in machines) + self._frozen(host)
         memory += sum(spec.size.memory + OVERHEAD for spec in kept)
         disk = sum(self.images[machine.spec.image].written(machine) for machine in machines)
-        disk += sum(self.images[which.image].disk.overhead for which in self.templates if which.host == host)
+        disk += sum(self.images[which.image].disk.overhead for which in self._templates_on.get(host, ()))
         net = sum(machine.takes.net for machine in machines)
         cpus = sum(machine.takes.cpus for machine in machines) + sum(spec.size.cpus for spec in kept)
         return Size(cpus, memory, disk, net)
@@ -696,14 +745,11 @@ class Machines:
 
     def _frozen(self, host: str) -> int:
         """MiB of templates. One that was deleted while VMs map it counts once, without copies."""
-        existing = {self._current_build(which) for which in self.templates}
-        every = (*self.vms.values(), *self.copies.values())
-        mapped = {one.template for one in every if one.condition is not VmCondition.DEAD}
+        existing = {self._current_build(which) for which in self._templates_on.get(host, ())}
+        mapped = {one.template for one in self._on(host) if one.condition is not VmCondition.DEAD}
         copies = self.hosts[host].template_copies
         return sum(
-            one.key.size.memory * (copies if one in existing else 1)
-            for one in existing | mapped
-            if one is not None and one.key.host == host
+            one.key.size.memory * (copies if one in existing else 1) for one in existing | mapped if one is not None
         )
 
     def _held(self, seen: TemplateSeen) -> float:
@@ -752,9 +798,9 @@ class Machines:
         seen = replace(seen, load=self._load(host), storage=None if host in self.detached else seen.storage,
                        copies=None if host in self.detached_copies else seen.copies)  # fmt: skip
         templates = {
-            which: replace(template, held=self._held(template), build=self._build_shown(template))
-            for which, template in sorted(self.templates.items())
-            if which.host == host
+            which: replace(seen, held=self._held(seen), build=self._build_shown(seen))
+            for which in sorted(self._templates_on.get(host, ()))
+            for seen in (self.templates[which],)
         }
         return HypervisorView({host: seen}, vms, templates, self._saved_shown(seen))
 
@@ -775,7 +821,7 @@ class Machines:
 
     def _load(self, host: str) -> Load:
         """Guests that run use all their CPUs."""
-        running = [one for one in self.vms.values() if one.spec.host == host and one.condition is VmCondition.RUNNING]
+        running = [one for one in self.vms.on.get(host, {}).values() if one.condition is VmCondition.RUNNING]
         cpus = sum((one.size or one.spec.size).cpus for one in running)
         return Load(float(cpus), int(sum(one.private(self._now()) for one in running)) // 64 * 64)
 
@@ -804,12 +850,11 @@ class Machines:
             raise Unknown(f"host {host} does not answer", hint="see whether it runs")
 
     def _images(self, host: str) -> dict[str, frozenset[str]]:
-        number, now = list(self.hosts).index(host), self._now()
-        return {
-            image.name: image.abilities
-            for image in self.images.values()
-            if not image.since or image.since[min(number, len(image.since) - 1)] <= now
-        }
+        return {image.name: image.abilities for image in self.images.values() if self._has_image(image, host)}
+
+    def _has_image(self, image: SimulatedImage, host: str) -> bool:
+        number = self._numbers.get(host, len(self._numbers))
+        return not image.since or image.since[min(number, len(image.since) - 1)] <= self._now()
 
     def _disks(self) -> dict[str, ImageDisk]:
         """What hosts report of the disks of images."""
@@ -820,16 +865,13 @@ class Machines:
         return self.images[machine.spec.image].written(machine)
 
     def _check_image(self, name: str, host: str) -> None:
-        if name not in self._images(host):
+        if name not in self.images or not self._has_image(self.images[name], host):
             raise Refused(f"no image {name}", hint="build it first")
 
     def _check_unused(self, spec: VmSpec) -> None:
         """Refuse a token, MAC or address that another VM has."""
-        for other in self.vms.values():
-            for what in ("token", "mac", "address"):
-                value = getattr(spec, what)
-                if value and value == getattr(other.spec, what):
-                    raise Refused(f"{spec.name}: {other.spec.name} has the same {what}", hint="destroy one of them")
+        for other, what in self.vms.same(spec):
+            raise Refused(f"{spec.name}: {other} has the same {what}", hint="destroy one of them")
 
     def _check_template(self, spec: VmSpec) -> None:
         if spec.kind is not CloneKind.INSTANT or spec.saved:
@@ -846,6 +888,8 @@ class Machines:
     def _stop(self, machine: Machine) -> None:
         if machine.guest is not None:
             guest, machine.guest = machine.guest, None
+            for value in _unique_identity(guest.identity):
+                self._identities.pop(value, None)
             guest.die()
             guest.cluster.stopped_answering(guest)
 
@@ -875,11 +919,12 @@ class Machines:
     def _check_identity(self, name: str, identity: Identity) -> None:
         if identity.hostname != name:
             self.violations.append(f"{name} was started as {identity.hostname}")
-        for other in self.vms.values():
-            if other.guest is None:
-                continue
-            theirs = other.guest.identity
-            for what in ("hostname", "mac", "address", "machine_id"):
-                mine = getattr(identity, what)  # empty if the driver makes it
-                if mine and getattr(theirs, what) == mine:
-                    self.violations.append(f"{name} and {theirs.hostname} share {what} {mine}")
+        for what, value in _unique_identity(identity):
+            if (other := self._identities.setdefault((what, value), name)) != name:
+                self.violations.append(f"{name} and {other} share {what} {value}")
+
+
+def _unique_identity(identity: Identity) -> list[tuple[str, str]]:
+    """What no two guests may share: it is empty if the driver makes it."""
+    names = ("hostname", "mac", "address", "machine_id")
+    return [(what, value) for what in names if (value := getattr(identity, what))]

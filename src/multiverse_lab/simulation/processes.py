@@ -61,8 +61,9 @@ class Ledger:
     violations: list[str] = field(default_factory=list)
 
     def begin(self, job: JobRecord) -> ScriptProcesses:
-        self.every.append(ScriptProcesses(job, job.restarts))
-        return self.every[-1]
+        begun = ScriptProcesses(job, job.restarts)
+        self.every.append(begun)
+        return begun
 
     def go_on(self, which: ScriptProcesses, at: float, vm: str, place: object) -> None:
         """A guest lets processes go on, at a second of their script."""

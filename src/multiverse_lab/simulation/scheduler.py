@@ -218,22 +218,6 @@ class SimulatedScheduler(ABC):
         await asyncio.sleep(self.rng.uniform(*self.latencies.reply))
 
 
-def part_of(
-    view: SchedulerView, jobs: Collection[str], users: Collection[int], nodes: Collection[str]
-) -> SchedulerPart:
-    """What a view shows of these jobs, users and nodes."""
-    return SchedulerPart(
-        jobs={job_id: job for job_id, job in view.jobs.items() if job_id in jobs or job.uid in users},
-        nodes={name: view.nodes[name] for name in nodes if name in view.nodes},
-        job_ids=frozenset(jobs),
-        users=frozenset(users),
-        node_names=frozenset(nodes),
-        limits=view.limits,
-        offers=view.offers,
-        takers=view.takers,
-    )
-
-
 class SimulatedStandingIn:
     """`ports.StandingIn`, as `drivers.slurm.acting.standing_in` does it."""
 
@@ -296,11 +280,12 @@ class SimulatedSlurm(SimulatedScheduler):
         cluster: Cluster,
         find_user: FindUser,
         rng: Random,
+        latencies: CommandLatencies | None = None,
         *,
         image: ImageSettings | None = None,
         pilots: Pilots | None = None,
     ) -> None:
-        super().__init__(cluster, find_user, rng)
+        super().__init__(cluster, find_user, rng, latencies)
         self._image, self._pilots = image or ImageSettings(), pilots
         self._drained: dict[str, float] = {}  # nodes that are to be deleted, and since when they are drained
         self.saving, self.standing_in = SimulatedSaving(self), SimulatedStandingIn(self)
@@ -364,17 +349,32 @@ class SimulatedSlurm(SimulatedScheduler):
         """See `ports.Parts`. Nothing is asked of slurmctld if nothing but the offers is wanted. Now and then it reads
         less than was asked for, and all nodes in place of some."""
         if not (jobs or users or nodes):
-            return part_of(self._view(), (), (), ())
+            return self._part((), (), ())
         await self.reach()
-        view = self._view()
         everything = self.rng.random() < 0.9
         asked = sorted(jobs) if everything else [job_id for job_id in sorted(jobs) if self.rng.random() < 0.5]
         of_users = sorted(users) if everything else [uid for uid in sorted(users) if self.rng.random() < 0.5]
-        part = part_of(view, asked, of_users, nodes)
+        part = self._part(asked, of_users, nodes)
         if nodes and self.rng.random() < 0.5:
-            part = replace(part, nodes=view.nodes, all_nodes=True)
+            part = replace(part, nodes=self.cluster.shown_nodes(self.cluster.nodes), all_nodes=True)
         await self.reply()
         return part
+
+    def _part(self, jobs: Collection[str], users: Collection[int], nodes: Collection[str]) -> SchedulerPart:
+        """What slurmctld shows of these jobs, users and nodes."""
+        known = self.cluster.jobs
+        asked = {job_id: known[job_id] for job_id in jobs if job_id in known}
+        asked.update((job.job_id, job) for uid in users for job in known.of_user(uid))
+        return SchedulerPart(
+            jobs=self.cluster.shown_jobs(asked.values()),
+            nodes=self.cluster.shown_nodes(nodes),
+            job_ids=frozenset(jobs),
+            users=frozenset(users),
+            node_names=frozenset(nodes),
+            limits=self.cluster.limits_left(),
+            offers=self.cluster.observe_offers(),
+            takers=self.cluster.takers(),
+        )
 
     async def tell(self, nodes: Mapping[str, str]) -> None:
         """See `ports.Addresses`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from multiverse.core.model.job import JobState
 from multiverse_lab.simulation.jobs import JobRecord, NodeRecord
+from multiverse_lab.simulation.tables import KeptNodes
 
 KILLED = (0.02, 5.0)  # seconds after a requeue
 AWAY = (1.0, 15.0)  # seconds until it is started again
@@ -34,12 +35,14 @@ class KeptRun:
         same = self.job.restarts - int(str(self.fields["restarts"])) <= 1
         return same and self.job.state in (JobState.COMPLETING, JobState.PENDING) and not self.job.by_user
 
-    def show_again(self, nodes: dict[str, NodeRecord], now: float) -> None:
+    def show_again(self, nodes: KeptNodes, now: float) -> None:
         """The job runs on its nodes, which the controller may have deleted meanwhile."""
         for name, value in self.fields.items():
             setattr(self.job, name, value)
         for kept in self.nodes:
-            node = nodes.setdefault(kept.name, kept)
+            if kept.name not in nodes:
+                nodes.add(kept)
+            node = nodes[kept.name]
             node.job, node.drained, node.down, node.reason = self.job, True, False, ""
             if not node.guest.reachable and node.silent is None:
                 node.silent = now

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
 from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Unknown
-from multiverse.core.model.basics import Size
+from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.identity import Identity, User
 from multiverse.core.model.job import JobState
@@ -21,13 +22,14 @@ from multiverse_lab.simulation.cloud import CloudMachines, SimulatedCloud
 from multiverse_lab.simulation.cluster import Cluster, ClusterSettings
 from multiverse_lab.simulation.grid import GridCluster, SimulatedGrid
 from multiverse_lab.simulation.guests import Guest, GuestBehaviour, Registration, Run
-from multiverse_lab.simulation.hypervisor import SimulatedHosts
+from multiverse_lab.simulation.hypervisor import ClonePace, HostLatencies, PacedHosts, SimulatedHosts
 from multiverse_lab.simulation.jobs import NodeRecord
 from multiverse_lab.simulation.machines import ABILITIES, Machines, SimulatedImage
 from multiverse_lab.simulation.network import AgentBehaviour
 from multiverse_lab.simulation.pilots import PhysicalNodes, Pilots
-from multiverse_lab.simulation.scheduler import SimulatedSlurm
+from multiverse_lab.simulation.scheduler import CommandLatencies, SimulatedSlurm
 from multiverse_lab.simulation.sites import SimulatedSite
+from multiverse_lab.simulation.tables import Forgotten
 
 
 class Pair(StrEnum):
@@ -71,6 +73,13 @@ class WorldSettings:
     overflowing: int = 0  # physical nodes of the partition that overflows into VMs
     slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
     links_cut: float = 0.0  # the share of messages between hosts that are lost
+    guests_of: Mapping[CloneKind, GuestBehaviour] = field(default_factory=dict)  # of kinds that behave otherwise
+    latencies: HostLatencies | None = None  # None: as measured here
+    paces: Mapping[CloneKind, ClonePace] = field(default_factory=dict)
+    commands: CommandLatencies | None = None  # of the scheduler; None: as measured here
+    pass_takes: float = 0.0  # virtual seconds that a pass of the controller takes, in `simulation.workload`
+    threads: float = 0.0  # that compute at full speed on each CPU of a host; 0: any number
+    remembers: bool = True  # what is over, for the checks at the end
 
 
 class SimulatedWorld:
@@ -86,9 +95,13 @@ class SimulatedWorld:
         pair = self.settings.pair
         cluster = GridCluster if pair.has_grid else Cluster
         self.cluster = cluster(Random(f"{seed}/cluster"), self.settings.cluster)
+        if not self.settings.remembers:
+            self.runs, self.guests, self.cluster.history, self.cluster.ledger.every = (Forgotten() for _ in range(4))
         limits = (self.settings.overcommit, self.settings.floor, self.settings.others)
         machines = CloudMachines if pair.has_cloud else Machines
         self.machines = machines(self.settings.hosts, self.settings.images, self._boot, *limits)
+        if not self.settings.remembers:
+            self.machines.created = Forgotten()
         self.machines.delays.update(self.settings.slow_sources)
         self.machines.links_cut = self.settings.links_cut
         self.cluster.host_of = self.machines.host_of
@@ -106,13 +119,18 @@ class SimulatedWorld:
         if isinstance(self.cluster, GridCluster):
             return SimulatedGrid(self.cluster, self.user, rng)
         pilots = self.pilots if self.settings.physical.count else None
-        return SimulatedSlurm(self.cluster, self.user, rng, image=image, pilots=pilots)
+        return SimulatedSlurm(self.cluster, self.user, rng, self.settings.commands, image=image, pilots=pilots)
 
     def hypervisor(self, rng: Random) -> Hypervisor:
         """The port of this world's hypervisor."""
         if isinstance(self.machines, CloudMachines):
             return SimulatedCloud(self.machines, rng)
-        return SimulatedHosts(self.machines, rng, scheduler_answers=lambda: self.cluster.up)
+        settings = self.settings
+        paced = PacedHosts if settings.paces else SimulatedHosts
+        hosts = paced(self.machines, rng, settings.latencies, scheduler_answers=lambda: self.cluster.up)
+        if isinstance(hosts, PacedHosts):
+            hosts.pace_by(settings.paces)
+        return hosts
 
     def user(self, uid: int) -> User | None:
         """The user, or None if there is none. Raises `Unknown` while the name service is silent."""
@@ -196,9 +214,21 @@ class SimulatedWorld:
         guest = Guest(name, identity, self.cluster, self.runs, self._rng, GuestBehaviour(), lambda text: self.log(text))
         self.cluster.physical[name] = NodeRecord(name, (), Size(64, 1 << 20), guest)
 
+    def _share_cpus(self, host: str) -> None:
+        """The CPUs of a host are divided evenly among those of the VMs that compute."""
+        computing = [one for one in self.machines.vms.on[host].values() if one.guest and one.guest.is_computing]
+        wanted = sum((one.size or one.spec.size).cpus for one in computing)
+        speed = min(1.0, self.machines.hosts[host].capacity.cpus * self.settings.threads / max(1, wanted))
+        for one in computing:
+            if one.guest is not None:
+                one.guest.run_at(speed)
+
     def _boot(self, name: str, identity: Identity) -> Guest:
-        behaviour, log = self.settings.guests, lambda text: self.log(text)
+        kind, log = self.machines.vms[name].spec.kind, lambda text: self.log(text)
+        behaviour = self.settings.guests_of.get(kind, self.settings.guests)
         guest = Guest(name, identity, self.cluster, self.runs, self._rng, behaviour, log)
         self.guests.append(guest)
+        if self.settings.threads:
+            guest.share_cpus = partial(self._share_cpus, self.machines.host_of(name))
         guest.boot()
         return guest

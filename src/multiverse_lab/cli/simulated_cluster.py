@@ -1,0 +1,285 @@
+"""`multiverse simulate cluster`: workloads on clusters that are larger than this machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from multiverse.cli import progress, render
+from multiverse.cli.render import console
+from multiverse.core.errors import Refused
+
+if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay other commands
+    from multiverse_lab.bench.clusters import ClusterSpec, Jobs, MeanOver, RunFigures
+    from multiverse_lab.bench.paper_cluster import Reproduced, Runs
+    from multiverse_lab.simulation.workload import WorkloadTotals
+
+GENERATED = "poisson, bursts, days, heavy or lublin"
+
+
+Described = Annotated[str, typer.Option(help="A TOML file that describes it, or paper: that of the Multiverse paper.")]
+Policy = Annotated[
+    str,
+    typer.Option(help="Words with + between them: full, instant, auto, a placement, no-backfill, parked, joined."),
+]
+
+
+def cluster(
+    cluster: Described,
+    trace: Annotated[Path | None, typer.Option(help="A trace in the Standard Workload Format.")] = None,
+    generate: Annotated[str, typer.Option(help=f"Draw the jobs: {GENERATED}.")] = "",
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="How many jobs, at most.")] = 1000,
+    rate: Annotated[float, typer.Option(min=0, help="Jobs a minute; 0: for 70 % of the CPUs.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the jobs and of the simulation.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="So many seeds from that one; figures are their means.")] = 1,
+    policy: Policy = "instant",
+    compare: Annotated[str, typer.Option(help="Further policies, with commas, on the same jobs.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run a workload through the controller in virtual time, on a cluster of any size.
+
+    Without a workload, --cluster paper repeats the paper's own ones, and prints the published figures beside."""
+    from multiverse_lab.bench import clusters, paper_cluster
+
+    if cluster == "paper" and trace is None and not generate:
+        _paper(range(seed, seed + seeds), json=json)
+        return
+    spec = paper_cluster.CLUSTER if cluster == "paper" else clusters.read_cluster(Path(cluster))
+    policies = {name: clusters.policy_named(name) for name in [policy, *filter(None, compare.split(","))]}
+    drawn = _jobs(spec, trace, generate, jobs, rate)
+    runs: dict[str, list[RunFigures]] = {}
+    every = range(seed, seed + seeds)
+    total = len(policies) * seeds * jobs
+    with progress.working(f"{jobs:,} jobs on {spec.hosts:,} hosts") as work:
+        for number, (name, chosen) in enumerate(policies.items()):
+            work.say(name)
+            ended = itertools.count(number * seeds * jobs)
+            runs[name] = clusters.run_seeds(spec, chosen, drawn, every, partial(_advance, work, ended, total))
+    if json:
+        render.as_json(_document(spec, runs, every))
+    else:
+        _print(spec, runs, every)
+
+
+def _advance(work: progress.Work, ended: Iterator[int], total: int, _: WorkloadTotals) -> None:
+    work.advance(next(ended), total)
+
+
+def _jobs(spec: ClusterSpec, trace: Path | None, generate: str, count: int, rate: float) -> Jobs:
+    from multiverse_lab.bench import swf, workloads
+
+    if (trace is None) == (not generate):
+        raise Refused("there are no jobs", hint=f"give either --trace FILE or --generate with {GENERATED}")
+    if trace is not None:
+        found = swf.read(trace)[:count]
+        return lambda _: workloads.arrivals(found, spec.cores, spec.memory_per_cpu)
+    if generate not in workloads.GENERATORS:
+        raise Refused(f"nothing generates {generate!r}", hint=f"choose {GENERATED}")
+    make = workloads.GENERATORS[generate]
+
+    def draw(seed: int) -> workloads.DrawnJobs:
+        one = workloads.DrawnJobs(count, rate or 1.0, min(spec.cores * spec.hosts, spec.cores * 16), seed)
+        if rate:
+            return one
+        work = workloads.mean_work(make(workloads.DrawnJobs(min(count, 2000), 1.0, one.widest, seed)))
+        return workloads.DrawnJobs(count, 0.7 * spec.cpus * 60 / work, one.widest, seed)
+
+    return lambda seed: workloads.arrivals(make(draw(seed)), spec.cores, spec.memory_per_cpu)
+
+
+Figure = tuple[Callable[["RunFigures"], float], Callable[[float], str]]
+
+FIGURES: Mapping[str, Figure] = {
+    "makespan": (lambda one: one.makespan, render.duration),
+    "utilization, mean": (lambda one: one.utilization, lambda value: f"{value:.1%}"),
+    "utilization, peak": (lambda one: one.peak, lambda value: f"{value:.1%}"),
+    "wait, mean": (lambda one: one.wait, render.duration),
+    "wait, 95 %": (lambda one: one.wait95, render.duration),
+    "bounded slowdown, mean": (lambda one: one.slowdown, lambda value: f"{value:.2f}"),
+    "bounded slowdown, 95 %": (lambda one: one.slowdown95, lambda value: f"{value:.2f}"),
+    "fairness": (lambda one: one.fairness, lambda value: f"{value:.3f}"),
+    "running, mean": (lambda one: one.running, render.duration),
+    "clone, mean": (lambda one: one.clone, render.duration),
+    "provisioning, mean": (lambda one: one.provisioning, render.duration),
+}
+
+
+def _of_overhead(name: str) -> Figure:
+    return lambda one: one.overheads[name], render.duration
+
+
+def figures() -> dict[str, Figure]:
+    """The rows of the table: the figures, and the overheads under the paper's names."""
+    from multiverse_lab.bench.clusters import OVERHEADS
+
+    return {**FIGURES, **{name: _of_overhead(name) for name in OVERHEADS}}
+
+
+def _print(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: range) -> None:
+    from multiverse_lab.bench.clusters import figure_over
+
+    first = next(iter(runs.values()))[0]
+    said = f"{first.jobs:,} jobs on {spec.hosts:,} hosts of {spec.cores} cores, {_seeds(seeds)}, simulated."
+    if first.refused:
+        said += f" {first.refused:,} jobs fit on no host, and were refused."
+    render.say(said, indent=0)
+    table = render.table("", *runs, right=tuple(runs))
+    for name, (figure, show) in figures().items():
+        table.add_row(name, *(shown(figure_over(found, figure), show) for found in runs.values()))
+    render.show(table, "Nothing was simulated.")
+    for name, found in runs.items():
+        console.print(f"{name}: utilization in {len(found[0].steps)} steps of {render.duration(found[0].step)}",
+                      markup=False, highlight=False)  # fmt: skip
+        console.print(_sparks(found[0].steps, console.width), markup=False, highlight=False)
+
+
+def _seeds(seeds: range) -> str:
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"means over seeds {seeds[0]} to {seeds[-1]}, with 95 % intervals"
+
+
+def shown(value: MeanOver, show: Callable[[float], str]) -> str:
+    """A mean, and half the width of its interval."""
+    if value.high is None:
+        return show(value.value)
+    return f"{show(value.value)} ±{show(value.high - value.value)}"
+
+
+def _sparks(steps: Sequence[float], width: int) -> str:
+    """Utilization as a line of blocks, each the mean of some steps."""
+    blocks = " ▁▂▃▄▅▆▇█"
+    each = max(1, -(-len(steps) // max(1, width)))
+    means = [sum(part) / len(part) for at in range(0, len(steps), each) if (part := steps[at : at + each])]
+    return "".join(blocks[min(8, round(mean * 8))] for mean in means)
+
+
+def _document(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: range) -> dict[str, object]:
+    from multiverse_lab.bench.clusters import figure_over
+
+    return {
+        "cluster": asdict(spec),
+        "seeds": list(seeds),
+        "policies": {
+            name: {
+                "figures": {key: asdict(figure_over(found, figure)) for key, (figure, _) in figures().items()},
+                "runs": [asdict(one) for one in found],
+            }
+            for name, found in runs.items()
+        },
+    }
+
+
+# --- the paper's own workloads ------------------------------------------------------------------------
+
+
+def _paper(seeds: range, *, json: bool) -> None:
+    from multiverse_lab.bench import paper_cluster
+
+    readings = len(paper_cluster.LAMBDA_READINGS)
+    count = len(seeds) * (len(paper_cluster.EXPERIMENTS) + len(paper_cluster.changes()) + 3 * readings)
+    with progress.working("the workloads of the paper") as work:
+        done = itertools.count(1)
+        runs = paper_cluster.run_paper(seeds, lambda: work.advance(next(done), count))
+        work.say("other readings")
+        other = {
+            paper_cluster.ASSUMED: runs,
+            **paper_cluster.run_readings(seeds, lambda: work.advance(next(done), count)),
+        }
+        work.say("one change at a time")
+        changed = paper_cluster.run_changes(seeds, lambda: work.advance(next(done), count))
+    if json:
+        render.as_json(_paper_document(seeds, runs, other, changed))
+    else:
+        _print_paper(seeds, runs, other, changed)
+
+
+def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: Mapping[str, list[RunFigures]]) -> None:
+    from multiverse_lab.bench import paper_cluster
+
+    found = paper_cluster.reproduced(runs)
+    render.say(f"The Multiverse paper on its own cluster, simulated, {_seeds(seeds)}.", indent=0)
+    table = render.table("FIGURE", "PUBLISHED", "SIMULATED", "", right=("PUBLISHED", "SIMULATED"), fold=("FIGURE",))
+    for one in found:
+        how = "fitted" if one.fitted else "within 10 %" if one.within else "differs"
+        table.add_row(one.figure, one.published, shown(one.simulated, _plain), how)
+    render.show(table, "Nothing was simulated.")
+    render.say(_summary(found), indent=0)
+    for why in dict.fromkeys(one.why for one in found if one.why):
+        render.say(f"{', '.join(one.figure for one in found if one.why == why)}: {why}.")
+    assumed = (
+        f"Assumed: {paper_cluster.ASSUMED}, with which workload-1 agrees best. Assumed, knowing workload-2: two "
+        "threads for each core, so that CPUs claimed twice compute at full speed, and utilization of the CPUs that may "
+        "be claimed"
+    )
+    render.say(f"The paper says λ = 10, and not of what. {assumed}. How much hangs on that:", indent=0)
+    table = render.table("READING", "CLONE, FULL", "ALL DONE, FULL", "ALL DONE, INSTANT", "RATIO")
+    for name, of_reading in other.items():
+        table.add_row(name, *(shown(one, _plain) for one in _reading(of_reading)))
+    render.show(table, "Nothing was simulated.")
+    render.say("Workload-2 with instant clones, with one thing at a time as it is here:", indent=0)
+    table = render.table("", *CHANGE_FIGURES)
+    for name, of_change in changed.items():
+        table.add_row(name, *(shown(_mean(of_change, figure), show) for figure, show in CHANGE_FIGURES.values()))
+    render.show(table, "Nothing was simulated.")
+
+
+def _summary(found: Sequence[Reproduced]) -> str:
+    free = [one for one in found if not one.fitted]
+    return f"{sum(one.within for one in free)} of {len(free)} figures that were not fitted are within 10 %."
+
+
+def _plain(value: float) -> str:
+    return f"{value:.0f}" if value >= 20 else f"{value:.2f}"
+
+
+CHANGE_FIGURES: Mapping[str, Figure] = {
+    "PROVISIONING": (lambda one: one.provisioning, render.duration),
+    "WAIT": (lambda one: one.wait, render.duration),
+    "ALL DONE": (lambda one: one.makespan, render.duration),
+    "UTILIZATION": (lambda one: one.utilization, lambda value: f"{value:.1%}"),
+}
+
+
+def _reading(runs: Runs) -> list[MeanOver]:
+    """The clone of workload-1, and when all jobs of workload-2 are done."""
+    from multiverse_lab.bench.clusters import mean_over
+    from multiverse_lab.bench.paper_cluster import FULL_1, FULL_2, INSTANT_2
+
+    full, instant = ([one.makespan for one in runs[which]] for which in (FULL_2, INSTANT_2))
+    ratios = [one / other for one, other in zip(full, instant, strict=True)]
+    return [mean_over(values) for values in ([one.clone for one in runs[FULL_1]], full, instant, ratios)]
+
+
+def _mean(runs: Sequence[RunFigures], figure: Callable[[RunFigures], float]) -> MeanOver:
+    from multiverse_lab.bench.clusters import figure_over
+
+    return figure_over(runs, figure)
+
+
+def _paper_document(
+    seeds: range, runs: Runs, other: Mapping[str, Runs], changed: Mapping[str, list[RunFigures]]
+) -> dict[str, object]:
+    from multiverse_lab.bench import paper_cluster
+
+    names = ("clone_full", "all_done_full", "all_done_instant", "ratio")
+    found = paper_cluster.reproduced(runs)
+    return {
+        "seeds": list(seeds),
+        "cluster": asdict(paper_cluster.CLUSTER),
+        "assumed": {"lambda": paper_cluster.ASSUMED},
+        "reproduced": [asdict(one) for one in found],
+        "summary": _summary(found),
+        "readings": {
+            name: dict(zip(names, map(asdict, _reading(of_reading)), strict=True)) for name, of_reading in other.items()
+        },
+        "changes": {
+            name: {key.lower(): asdict(_mean(found, figure)) for key, (figure, _) in CHANGE_FIGURES.items()}
+            for name, found in changed.items()
+        },
+        "runs": {f"{one.workload}, {one.kind}": [asdict(each) for each in found] for one, found in runs.items()},
+    }

@@ -1,0 +1,80 @@
+"""What a simulated cluster keeps, so that a look at a part costs what that part has, however much there is."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection
+from typing import TypeVar
+
+from multiverse_lab.simulation.jobs import JobRecord, NodeRecord
+
+T = TypeVar("T")
+
+
+class KeptNodes(dict[str, NodeRecord]):
+    """The nodes by name, and by feature, with the places that are free in the scheduler's table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._having: dict[str, dict[str, NodeRecord]] = {}
+        self._free: list[int] = []  # a heap: places below `_next` without a node
+        self._next = 0
+
+    def add(self, node: NodeRecord) -> None:
+        """A new node takes the first place that is free."""
+        node.place = heapq.heappop(self._free) if self._free else self._next
+        self._next = max(self._next, node.place + 1)
+        self[node.name] = node
+        for feature in node.features:
+            self._having.setdefault(feature, {})[node.name] = node
+
+    def remove(self, name: str) -> None:
+        node = self.pop(name)
+        heapq.heappush(self._free, node.place)
+        for feature in node.features:
+            of_feature = self._having[feature]
+            del of_feature[name]
+            if not of_feature:
+                del self._having[feature]
+
+    def having(self, feature: str) -> Collection[NodeRecord]:
+        """The nodes with a feature."""
+        return self._having.get(feature, {}).values()
+
+
+class KeptJobs(dict[str, JobRecord]):
+    """The jobs that slurmctld remembers, by id, and by user; and which ids have jobs."""
+
+    def __init__(self, separator: str) -> None:
+        super().__init__()
+        self._separator = separator
+        self._bases: Counter[str] = Counter()
+        self._of_user: dict[int, dict[str, JobRecord]] = {}
+
+    def __setitem__(self, job_id: str, job: JobRecord) -> None:
+        super().__setitem__(job_id, job)
+        self._bases[job_id.partition(self._separator)[0]] += 1
+        self._of_user.setdefault(job.batch.uid, {})[job_id] = job
+
+    def __delitem__(self, job_id: str) -> None:
+        job, base = self[job_id], job_id.partition(self._separator)[0]
+        super().__delitem__(job_id)
+        self._bases[base] -= 1
+        if not self._bases[base]:
+            del self._bases[base]
+        del self._of_user[job.batch.uid][job_id]
+
+    def has_base(self, base: int) -> bool:
+        """Whether a job, or a task of an array, has this number."""
+        return str(base) in self._bases
+
+    def of_user(self, uid: int) -> Collection[JobRecord]:
+        return self._of_user.get(uid, {}).values()
+
+
+class Forgotten(list[T]):
+    """A list of what is over, in a simulation that remembers nothing of it."""
+
+    def append(self, _: T) -> None:
+        pass
