@@ -135,3 +135,5 @@ def test_leases_follow_bursts_without_oscillating() -> None:
     assert leasing.leases > 1 and (leasing.unused, leasing.again) == (0, 0)
     assert 0.0 < leasing.used <= leasing.leased < found.always.leased
     assert leasing.mean_wait < found.without.mean_wait
+    assert (leasing.moves, found.packing.unused, found.packing.again) == (0, 0, 0)
+    assert found.packing.moves > 0 and found.packing.leased < leasing.leased

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -93,7 +94,7 @@ def as_json(value: Any) -> None:
 def present(found: T, json: bool, show: Callable[[T], None]) -> None:
     """Print what was found: as JSON, or by `show`."""
     if json:
-        as_json(found)
+        as_json(asdict(found) if is_dataclass(found) and not isinstance(found, type) else found)
     else:
         show(found)
 

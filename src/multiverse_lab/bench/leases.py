@@ -1,26 +1,28 @@
 """A simulated day with bursts: node-hours that are leased, beside those that are used.
 
-The controller is the real one, over the simulated Slurm with physical nodes, in virtual time. The same jobs are also
-simulated with all nodes as hosts all day, and an ideal EASY scheduler runs them on the site's own host alone. `ideal`
-is what a lease would take that begins and ends with the jobs that the site's own host cannot hold, without any time for
-pilots, agents, templates and VMs.
+The controller is the real one, over the simulated Slurm with physical nodes, in virtual time. The same jobs are
+simulated with leases that last as long as their jobs, with leases that are emptied by moves, and with all nodes as
+hosts all day, and an ideal EASY scheduler runs them on the site's own host alone. `ideal` is what a lease would take
+that begins and ends with the jobs that the site's own host cannot hold, without any time for pilots, agents, templates
+and VMs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from random import Random
 from statistics import fmean
 
-from multiverse.config import LeaseSettings, PacingSettings, Settings
+from multiverse.config import LeaseSettings, PacingSettings, RebalanceSettings, Settings
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
 from multiverse_lab.bench import easy
 from multiverse_lab.bench.swf import TraceJob
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.fuzz import silent_logs
+from multiverse_lab.simulation.generate_moving import KIND
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.outcome import Outcome
@@ -38,46 +40,52 @@ _NODE = Size(16, 32768, 1 << 20)
 class LeaseFigures:
     """`leased` and `used` are node-hours of physical nodes: from a pilot's start to its end, and of these the ones in
     which a VM was on the host. `unused` counts the leases that never had one. `again` counts those that began while a
-    lease that had ended less than the idle time ago could have gone on: each of them is an oscillation. Waits are in
-    seconds."""
+    lease that had ended less than the idle time ago could have gone on: each of them is an oscillation. `moves` are
+    those of running jobs. Waits are in seconds."""
 
     leased: float
     used: float
     leases: int
     unused: int
     again: int
+    moves: int
     mean_wait: float
     longest_wait: float
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseComparison:
-    """The same day three times, and the node-hours of an ideal lease. `without` is an ideal scheduler's."""
+    """The same day four times, and the node-hours of an ideal lease. `without` is an ideal scheduler's; `packing` also
+    empties leases by moves."""
 
     jobs: int
     hours: float
     nodes: int
     idle: float
     leasing: LeaseFigures
+    packing: LeaseFigures
     without: LeaseFigures
     always: LeaseFigures
     ideal: float
 
 
 def compare_leases(hours: float = 24.0, nodes: int = 4, idle: float = 120.0, seed: int = 1) -> LeaseComparison:
-    """Simulate the day with leases, and with all nodes as hosts."""
+    """Simulate the day with leases, with leases that are emptied, and with all nodes as hosts."""
     arrivals = bursts(hours, seed)
     with silent_logs():
-        leasing = _run(_scenario(arrivals, hours, nodes, idle, seed))
+        scenario = _scenario(arrivals, hours, nodes, idle, seed)
+        leasing = _run(scenario)
+        packing = _run(replace(scenario, settings=replace(scenario.settings, rebalance=RebalanceSettings())))
         always = _run(_scenario(arrivals, hours, 0, idle, seed, static=nodes))
     all_day = _figures(always, arrivals, idle)
-    taken = LeaseFigures(nodes * hours, 0.0, nodes, 0, 0, all_day.mean_wait, all_day.longest_wait)
+    taken = replace(all_day, leased=nodes * hours, leases=nodes)
     return LeaseComparison(
         len(arrivals),
         hours,
         nodes,
         idle,
         _figures(leasing, arrivals, idle),
+        _figures(packing, arrivals, idle),
         _alone(arrivals),
         taken,
         _ideal(leasing, arrivals),
@@ -109,7 +117,7 @@ def _job(rng: Random, cpus: int) -> Batch:
 def _scenario(
     arrivals: Sequence[Arrival], hours: float, nodes: int, idle: float, seed: int, static: int = 0
 ) -> Scenario:
-    own = Host("h1", _STATIC, ABILITIES, _STATIC, "tcg")
+    own = Host("h1", _STATIC, ABILITIES, _STATIC, "tcg", moves=KIND)
     hosts = (own, *(Host(f"n{number}", _NODE, ABILITIES, _NODE, "tcg") for number in range(1, static + 1)))
     lease = LeaseSettings(PARTITION, max=max(1, nodes), time_limit=14400.0, min_wait=10.0, idle=idle)
     return Scenario(
@@ -118,9 +126,14 @@ def _scenario(
         WorldSettings(
             hosts,
             cluster=ClusterSettings(min_job_age=(2.0, 30.0)),
-            physical=PhysicalNodes(nodes, size=_NODE, wait=(1.0, 30.0)),
+            physical=PhysicalNodes(nodes, size=_NODE, wait=(1.0, 30.0), moves=KIND),
         ),
-        Settings(pacing=PacingSettings(provisioning=16), lease=(lease,) if nodes else (), poll=15.0),
+        Settings(
+            pacing=PacingSettings(provisioning=16),
+            lease=(lease,) if nodes else (),
+            rebalance=RebalanceSettings(leases=False),
+            poll=15.0,
+        ),
         hints=1.0,
         limit=hours * 7200.0 + 36000.0,
     )
@@ -155,6 +168,7 @@ def _figures(outcome: Outcome, arrivals: Sequence[Arrival], idle: float) -> Leas
         len(spans),
         sum(not seconds for seconds in used.values()),
         again,
+        sum(one.way == "move" and one.took is not None for of_job in outcome.evictions.values() for one in of_job),
         fmean(waits),
         max(waits),
     )
@@ -167,7 +181,7 @@ def _alone(arrivals: Sequence[Arrival]) -> LeaseFigures:
         for number, one in enumerate(arrivals)
     ]
     waits = [stay.waited for stay in easy.schedule(jobs, _STATIC.cpus)]
-    return LeaseFigures(0.0, 0.0, 0, 0, 0, fmean(waits), max(waits))
+    return LeaseFigures(0.0, 0.0, 0, 0, 0, 0, fmean(waits), max(waits))
 
 
 def _ideal(outcome: Outcome, arrivals: Sequence[Arrival]) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -34,10 +33,7 @@ def backfill(
         made = f"Lublin-Feitelson model, seed {seed}, load {load:g}" if trace is None else str(trace)
         swf.write(found, write, [f"MaxJobs: {len(found)}", f"MaxProcs: {processors}", f"Note: {made}"])
     result = compare(found, processors, seed)
-    if json:
-        render.as_json(asdict(result))
-    else:
-        _print(result)
+    render.present(result, json, _print)
 
 
 def _print(result: Comparison) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -22,10 +21,7 @@ def evicted_week(
     """Simulate jobs of low priority that fill four hosts, bursts of urgent ones, and a host a day that is drained for
     two hours: without evictions, with each method, and with all."""
     result = simulate_week(days, seed)
-    if json:
-        render.as_json(asdict(result))
-    else:
-        _print(result)
+    render.present(result, json, _print)
 
 
 def _print(result: Week) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -21,12 +20,10 @@ def lease_day(
     seed: Annotated[int, typer.Option(help="Of the jobs and of the simulation.")] = 1,
     json: Json = False,
 ) -> None:
-    """Simulate a day with bursts of jobs on a host of 8 CPUs: with leases, and with all nodes all day."""
+    """Simulate a day with bursts of jobs on a host of 8 CPUs: with leases, with leases that are emptied by moves, and
+    with all nodes all day."""
     result = compare_leases(hours, nodes, idle, seed)
-    if json:
-        render.as_json(asdict(result))
-    else:
-        _print(result)
+    render.present(result, json, _print)
 
 
 def _print(result: LeaseComparison) -> None:
@@ -34,13 +31,15 @@ def _print(result: LeaseComparison) -> None:
         f"\n{result.jobs:,} jobs in {result.hours:g} h, on a host of 8 CPUs and up to {result.nodes} nodes of 16 that "
         f"are given back after {result.idle:g} s. Ideal: {result.ideal:.1f} node-hours, with as many nodes at each "
         "moment as the jobs that run need, and no time for pilots, templates and VMs. Again: leases that began less "
-        "than the idle time after another one ended. No leases: an ideal EASY scheduler on the host alone.\n",
+        "than the idle time after another one ended. Emptied: jobs move off leases that other hosts could replace. No "
+        "leases: an ideal EASY scheduler on the host alone.\n",
         markup=False,
         highlight=False,
     )
-    table = render.table("", "NO LEASES", "LEASES", "ALL DAY", right=("NO LEASES", "LEASES", "ALL DAY"))
+    heads = ("NO LEASES", "LEASES", "EMPTIED", "ALL DAY")
+    table = render.table("", *heads, right=heads)
     for name, show in ROWS.items():
-        table.add_row(name, *(show(one) for one in (result.without, result.leasing, result.always)))
+        table.add_row(name, *(show(one) for one in (result.without, result.leasing, result.packing, result.always)))
     render.show(table, "Nothing was measured.")
 
 
@@ -50,6 +49,7 @@ ROWS: dict[str, Callable[[LeaseFigures], str]] = {
     "leases": lambda one: f"{one.leases:,}",
     "without any VM": lambda one: f"{one.unused:,}",
     "again": lambda one: f"{one.again:,}",
+    "moves": lambda one: f"{one.moves:,}",
     "mean wait": lambda one: render.duration(one.mean_wait),
     "longest wait": lambda one: render.duration(one.longest_wait),
 }
