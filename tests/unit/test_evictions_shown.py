@@ -159,7 +159,7 @@ def test_what_a_limit_holds_back_is_known_with_since_when(held: Site) -> None:
     assert held.vm.state is V.SERVING and step.held is not None and step.held.kind is Why.EVICTED_OFTEN
     view = eviction_view(step, epoch=1000.0)
     assert (view.job_id, view.host, view.target, view.held_since) == ("7", "h2", "h1", round(1000.0 + began, 1))
-    assert "1 times in the last hour" in view.held
+    assert "once in the last hour" in view.held
     assert proposals(Context(held.state, held.world, held.policy, held.state.free.hosts)) == [step]
 
 

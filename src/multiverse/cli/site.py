@@ -267,8 +267,14 @@ def _shown(found: Iterator[Examination]) -> int:
             for number, line in enumerate(each.remedy.splitlines()):
                 output.say(f"{'→ ' if not number else '  '}{line}", indent=4)
     style = "bold red" if problems else "green"
-    output.console.print(Text(f"{examined} examinations: {problems} problems, {notes} notes.", style=style))
+    output.console.print(
+        Text(f"{examined} examinations: {_count(problems, 'problem')}, {_count(notes, 'note')}.", style=style)
+    )
     return problems
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
 def _mark(levels: set[Level], *, skipped: bool) -> tuple[str, str]:

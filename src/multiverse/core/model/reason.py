@@ -201,7 +201,7 @@ class Why(StrEnum):
     REQUEUED_SINCE = "requeued since", "queued again {at:moment}, as {because}", "preempted"
     GIVES_WAY = "gives way", "waiting until {job}, for which it was evicted, has started", "preempted"
     EVICTED_OFTEN = ("evicted often",
-        "it was evicted {times} times in the last hour, the most that it may be (rebalance.per_job)")
+        "it was evicted {times:times} in the last hour, the most that it may be (rebalance.per_job)")
     EVICTIONS_AT_ONCE = ("evictions at once",
         "as many jobs as may be evicted at once are being evicted: {limit} (rebalance.at_once)")
     EVICTION_RATE = ("eviction rate",
@@ -472,14 +472,14 @@ class Why(StrEnum):
     WAS_NOT_SAVED = "was not saved", "It was not saved: {because}."
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
     WAS_MOVED = ("was moved",
-        "It left {host} at {at:moment}, because {because}: its VM moved within {took:long}.[ It was evicted {times} "
-        "times.]")
+        "It left {host} at {at:moment}, because {because}: its VM moved within {took:long}.[ It was evicted "
+        "{times:times}.]")
     WAS_SAVED = ("was saved",
         "It left {host} at {at:moment}, because {because}: it was saved, and went on after {took:long}."
-        "[ It was evicted {times} times.]")
+        "[ It was evicted {times:times}.]")
     WAS_REQUEUED = ("was requeued",
-        "Its run was ended at {at:moment}, because {because}: it began anew after {took:long}.[ It was evicted {times} "
-        "times.]")
+        "Its run was ended at {at:moment}, because {because}: it began anew after {took:long}.[ It was evicted "
+        "{times:times}.]")
     IS_WARNED = "is warned", "It was told to end {time:long} ago: {because}."
     IS_PREEMPTED = "is preempted", "Its run is being ended: {because}."
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
