@@ -13,6 +13,7 @@ from multiverse.images import build as builder
 from multiverse.images import initramfs
 from multiverse.images.build import (
     AGENT_PATH,
+    Input,
     Recipe,
     build,
     enable_unit,
@@ -22,6 +23,7 @@ from multiverse.images.build import (
     strip_identity,
 )
 from multiverse.images.catalog import Flavour, Image, list_images, load, write_manifest
+from multiverse.images.description import ImageDescription
 
 
 @pytest.mark.parametrize("name", ["", "../x", "A", "a/b", "-a", "x" * 41])
@@ -93,7 +95,7 @@ def test_each_input_changes_the_key(tmp_path: Path) -> None:
         suite: str = "a",
         agent: str = "one",
     ) -> tuple[str, str]:
-        return Recipe(flavour, suite, packages, (source,), hooks, agent).keys()
+        return Recipe(flavour, suite, packages, (Input.read(source),), hooks, agent).keys()
 
     first = keys()
     assert keys() == first
@@ -113,11 +115,11 @@ def test_a_change_of_the_assembled_agent_changes_the_key_of_the_image_and_not_th
     source = tmp_path / "debian.sources"
     source.write_text("Types: deb\n")
     monkeypatch.setattr(builder, "_suite", lambda: "bookworm")
-    monkeypatch.setattr(builder, "_sources", lambda: (source,))
-    first = Recipe.of("slim", (), None)
+    monkeypatch.setattr(builder, "_sources", lambda: (Input.read(source),))
+    first = Recipe.of(ImageDescription())
     assert first.agent == assemble()
     monkeypatch.setattr(builder, "assemble", lambda: assemble() + "\n")
-    second = Recipe.of("slim", (), None)
+    second = Recipe.of(ImageDescription())
     assert second.keys()[0] == first.keys()[0]
     assert second.keys()[1] != first.keys()[1]
 

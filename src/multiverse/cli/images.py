@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +20,9 @@ from multiverse.client import Client
 from multiverse.config import Settings, load, names_of_hosts
 from multiverse.core.errors import Broken, MultiverseError, Refused, Unknown
 from multiverse.images import catalog, transfer
-from multiverse.images.build import build as build_image
-from multiverse.images.build import expected_duration
+from multiverse.images.build import build_described, expected_duration, plain_description
+from multiverse.images.catalog import Image
+from multiverse.images.description import ImageDescription, read_description
 
 # --- multiverse image -------------------------------------------------------------------------------
 
@@ -45,8 +47,16 @@ def images_dir(directory: Path | None) -> Path:
 
 @image_app.command("build")
 def image_build(
-    flavour: Annotated[str, typer.Argument(metavar="slim|stock", help="slim: no service manager; stock: systemd.")],
-    name: Annotated[str | None, typer.Option("--name", "-n", help="The image's name; else the flavour's.")] = None,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="slim|stock|FILE.toml",
+            help="slim: no service manager; stock: systemd; or a file that describes the image.",
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option("--name", "-n", help="The image's name; else the flavour's, or the file's.")
+    ] = None,
     package: Annotated[list[str] | None, typer.Option("--package", "-p", help="A Debian package to add.")] = None,
     hooks: Annotated[
         Path | None, typer.Option("--hooks", help="A directory of programs, run in the image in the order of names.")
@@ -54,27 +64,49 @@ def image_build(
     directory: Directory = None,
     json: render.Json = False,
 ) -> None:
-    """Build an image from this machine's own apt sources. Built before from the same inputs, it is kept."""
-    if flavour not in ("slim", "stock"):
-        raise Refused(f"there is no flavour {flavour}", hint="use one of: multiverse image build slim|stock")
-    if os.geteuid() != 0:
-        raise Refused("building an image needs root", hint="run it with sudo")
+    """Build an image from apt sources of this machine. Built before from the same inputs, it is kept."""
+    described, origin = _described(what, name, tuple(package or ()))
+    _must_be_root("building an image")
     where = images_dir(directory)
-    with progress.working(f"image {name or flavour}", expected_duration(where, flavour)) as work:
+    assert described.name is not None
+    with progress.working(f"image {described.name}", expected_duration(where, described.flavour)) as work:
+        made = build_described(described, where, origin=origin, hooks=hooks, progress=_printer(work, json))
+    _show_image(made, json)
 
-        def say(line: str) -> None:
-            work.say(line)
-            if not json:
-                render.console.print(f"  {line}", markup=False)
 
-        made = build_image(
-            name or flavour,
-            "slim" if flavour == "slim" else "stock",
-            where,
-            packages=tuple(package or ()),
-            hooks=hooks,
-            progress=say,
-        )
+def _described(what: str, name: str | None, packages: tuple[str, ...]) -> tuple[ImageDescription, str]:
+    """The image that is asked for, and the name of the file that describes it."""
+    if not what.endswith(".toml"):
+        if what not in ("slim", "stock"):
+            hint = "use one of: multiverse image build slim|stock|FILE.toml"
+            raise Refused(f"there is no flavour {what}", hint=hint)
+        return plain_description(name or what, "slim" if what == "slim" else "stock", packages), ""
+    if packages:
+        raise Refused("a file that describes an image has its packages, too", hint=f"add them to packages in {what}")
+    found = read_description(Path(what))
+    if name is not None:
+        catalog.check_name(name)
+        found = replace(found, name=name)
+    return found, Path(what).name
+
+
+def _must_be_root(doing: str) -> None:
+    if os.geteuid() != 0:
+        raise Refused(f"{doing} needs root", hint="run it with sudo")
+
+
+def _printer(work: progress.Work, json: bool) -> Callable[[str], None]:
+    """Tells each step: as the present one, and, unless the output is JSON, as a line."""
+
+    def say(line: str) -> None:
+        work.say(line)
+        if not json:
+            render.console.print(f"  {line}", markup=False, soft_wrap=True)
+
+    return say
+
+
+def _show_image(made: Image, json: bool) -> None:
     if json:
         render.as_json({"name": made.name, "flavour": made.flavour, "key": made.key, "path": str(made.path)})
     else:
@@ -83,18 +115,21 @@ def image_build(
 
 @image_app.command("list")
 def image_list(directory: Directory = None, json: render.Json = False) -> None:
-    """Show the images that there are."""
+    """Show the images that there are, and what they were made from. --json shows each input."""
     found = catalog.list_images(images_dir(directory))
     if json:
         render.as_json(
-            [{"name": i.name, "flavour": i.flavour, "key": i.key, "packages": list(i.packages), "path": str(i.path)}
-             for i in found]
+            [{"name": i.name, "flavour": i.flavour, "key": i.key, "packages": list(i.packages), "path": str(i.path),
+              "made_from": list(i.made_from)} for i in found]
         )  # fmt: skip
         return
-    table = render.table("IMAGE", "FLAVOUR", "KEY", "DISK", "PACKAGES", right=("DISK",), fold=("PACKAGES",))
+    table = render.table(
+        "IMAGE", "FLAVOUR", "KEY", "DISK", "FROM", "PACKAGES", right=("DISK",), fold=("FROM", "PACKAGES")
+    )
     for one in found:
         taken = (one.path / "disk.raw").stat().st_blocks * 512 / 2**20
-        table.add_row(one.name, one.flavour, one.key[:12], render.memory(taken), " ".join(one.packages))
+        origin = one.made_from[0] if one.made_from else f"Debian {one.suite}"
+        table.add_row(one.name, one.flavour, one.key[:12], render.memory(taken), origin, " ".join(one.packages))
     render.show(table, "No images; multiverse image build slim makes one.")
 
 
