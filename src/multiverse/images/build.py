@@ -42,7 +42,7 @@ EXCLUDED = (
         "sound", "drivers/gpu", "drivers/media", "drivers/net/wireless", "drivers/staging", "drivers/isdn",
         "drivers/iio", "drivers/hwmon", "drivers/input", "drivers/bluetooth", "drivers/usb", "drivers/scsi")),
 )  # fmt: skip
-_BOOT = ("root=/dev/vda", "rw", "console=ttyS0", "quiet", "net.ifnames=0", "panic=-1",
+BOOT_ARGUMENTS = ("root=/dev/vda", "rw", "console=ttyS0", "quiet", "net.ifnames=0", "panic=-1",
          # A plugged DIMM is usable at once, and its own memory holds its page structures.
          "memhp_default_state=online", "memory_hotplug.memmap_on_memory=1", "swiotlb=noforce")  # fmt: skip
 # These switch off what the VM of a single job does not need and every clone would spend time on: pressure figures,
@@ -113,7 +113,7 @@ class Recipe:
 
     @property
     def cmdline(self) -> str:
-        ours = (*_BOOT, *_LEAN, f"init={AGENT_PATH}") if self.flavour == "slim" else _BOOT
+        ours = (*BOOT_ARGUMENTS, *_LEAN, f"init={AGENT_PATH}") if self.flavour == "slim" else BOOT_ARGUMENTS
         return " ".join((*ours, *self.kernel_arguments))
 
     @property
