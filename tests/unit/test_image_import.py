@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from multiverse.core.errors import Refused
 from multiverse.images import foreign
-from multiverse.images.foreign import look, partitions
+from multiverse.images.foreign import import_image, look, partitions
 from multiverse.images.importing import (
     DRIVERS,
     ForeignSystem,
@@ -160,8 +162,8 @@ def test_a_root_directory_is_looked_at_without_running_anything(tmp_path: Path) 
     for release in ("6.1.0-9-amd64", "6.1.0-18-amd64", "6.1.0-19-amd64"):
         put(f"boot/vmlinuz-{release}")
     for release in ("6.1.0-9-amd64", "6.1.0-18-amd64"):  # the newest kernel has no modules
-        put(f"lib/modules/{release}/modules.dep", "kernel/drivers/char/virtio_console.ko.xz: a/b.ko\n")
-        put(f"lib/modules/{release}/modules.builtin", "kernel/drivers/virtio/virtio-pci.ko\n")
+        put(f"usr/lib/modules/{release}/modules.dep", "kernel/drivers/char/virtio_console.ko.xz: a/b.ko\n")
+        put(f"usr/lib/modules/{release}/modules.builtin", "kernel/drivers/virtio/virtio-pci.ko\n")
     put("boot/config-6.1.0-18-amd64", "CONFIG_HOTPLUG_CPU=y\n")
     put("usr/lib/systemd/system/cron.service")
     put("usr/lib/systemd/system/serial-getty@.service")
@@ -193,3 +195,25 @@ def test_what_a_visit_changes_in_the_system_is_put_back(tmp_path: Path) -> None:
         raise KeyError
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
     assert (tmp_path / "etc/resolv.conf").is_symlink() and (tmp_path / "etc/hosts").read_text() == "127.0.0.1 cloud\n"
+
+
+def test_an_image_that_would_have_other_files_read_is_refused(tmp_path: Path) -> None:
+    subprocess.run(("qemu-img", "create", "-q", "-f", "raw", tmp_path / "base.raw", "1M"), check=True)
+    over = ("qemu-img", "create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", tmp_path / "over.qcow2")
+    subprocess.run(over, check=True)
+    with pytest.raises(Refused, match=r"needs another file, base\.raw"):
+        import_image(tmp_path / "over.qcow2", "over", tmp_path / "images", refuses=lambda version: "")
+    with pytest.raises(Refused, match="no file"):
+        import_image(tmp_path / "absent.qcow2", "absent", tmp_path / "images", refuses=lambda version: "")
+    assert not (tmp_path / "images").exists()
+
+
+def test_no_file_of_this_machine_is_written_through_a_link(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    outside.write_text("127.0.0.1 this-machine\n")
+    for place in ("etc/apt/apt.conf.d", "usr/sbin"):
+        (root / place).mkdir(parents=True)
+    (root / "etc/hosts").symlink_to(outside)
+    with foreign._visiting(root):
+        pass
+    assert outside.read_text() == "127.0.0.1 this-machine\n"

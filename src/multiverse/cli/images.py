@@ -156,7 +156,7 @@ def image_check(
     json: render.Json = False,
 ) -> None:
     """Boot an image in a VM beside all others, without Slurm, and say what would fail. Takes a minute where guests are
-    emulated. Exits with 1 if a job would fail."""
+    emulated. Exits with 1 if a job would fail, or if all VMs would share a secret."""
     _must_be_root("checking an image")
     from multiverse.drivers.qemu.image_trial import try_image
 
@@ -181,7 +181,7 @@ def _show_lines(name: str, lines: Sequence[CheckLine]) -> None:
         render.console.print(said, soft_wrap=True)
         if one.remedy:
             render.say(one.remedy, indent=6, style="dim")
-    word = "a job would fail in its VMs" if image_check_lines.fails(lines) else "jobs can run in its VMs"
+    word = "not fit for jobs" if image_check_lines.fails(lines) else "fit for jobs"
     render.console.print(f"{name}: {word}", markup=False)
 
 

@@ -41,6 +41,7 @@ from multiverse.images.importing import FAMILIES, ForeignSystem, ImportPlan, Jud
 IMPORTER_VERSION = 1  # increase it when a change of the steps changes the images that they make
 DURATION = "import"  # the name under which the time of an import is kept
 _TOOLS = "install qemu-utils, util-linux and e2fsprogs"
+_MODULES_AT = "usr/lib/modules"  # not lib/modules, whose link may lead to this machine's
 _MODULES = ("modules.dep", "modules.builtin")
 
 
@@ -66,9 +67,10 @@ def import_image(
     catalog.check_name(name)
     if not file.is_file():
         raise Refused(f"there is no file {file}", hint="give the file of a disk image, such as FILE.qcow2")
+    _refuse_others(file)
     out_dir.mkdir(parents=True, exist_ok=True)
-    agent = assemble()
-    base, key = _keys(file, agent)
+    agent, digest = assemble(), _sha256(file)
+    base, key = _keys(digest, agent)
     with catalog.locked(out_dir, name), catalog.beside(out_dir, name) as work:
         began = time.monotonic()
         say(f"{file.name}: copying its root partition")
@@ -90,7 +92,7 @@ def import_image(
             _check_file_system(disk)
         made_from = (
             f"{file.name}: {system.title}",
-            f"file sha256 {_sha256(file)}",
+            f"file sha256 {digest}",
             *(f"package {package} {version}" for package, version in installed.items()),
             *(f"masked {unit}" for unit in plan.masked),
             f"guest agent {hashlib.sha256(agent.encode()).hexdigest()[:12]}",
@@ -114,11 +116,13 @@ def present_import(file: Path, name: str, out_dir: Path) -> Image | None:
         old = load(out_dir, name)
     except Refused:
         return None
-    return old if file.is_file() and old.key == _keys(file, assemble())[1] else None
+    return old if file.is_file() and old.key == _keys(_sha256(file), assemble())[1] else None
 
 
-def _keys(file: Path, agent: str) -> tuple[str, str]:
-    facts = (IMPORTER_VERSION, _sha256(file), DISK_MIB, BOOT_ARGUMENTS, AGENT_UNIT)
+def _keys(digest: str, agent: str) -> tuple[str, str]:
+    """As those of a recipe: without the guest agent, and with it."""
+    steps = (sorted(importing.UNITS), sorted(importing.FAMILIES.items()))
+    facts = (IMPORTER_VERSION, digest, DISK_MIB, BOOT_ARGUMENTS, AGENT_UNIT, steps)
     hashed = hashlib.sha256(json.dumps(facts).encode())
     base = hashed.hexdigest()[:16]
     hashed.update(agent.encode())
@@ -128,6 +132,15 @@ def _keys(file: Path, agent: str) -> tuple[str, str]:
 def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _refuse_others(file: Path) -> None:
+    """Refuse a disk image that would have other files of this machine read, too."""
+    hint = f"is {file.name} a disk image? {_TOOLS}"
+    about = json.loads(run(["qemu-img", "info", "--output=json", file], "qemu-img", hint))
+    other = about.get("backing-filename") or about.get("format-specific", {}).get("data", {}).get("data-file")
+    if other:
+        raise Refused(f"{file.name} needs another file, {other}", hint="make it one file: qemu-img convert")
 
 
 # --- the disk ----------------------------------------------------------------------------------------
@@ -231,8 +244,8 @@ def look(root: Path, offered: dict[str, str] | None) -> ForeignSystem:
     facts = importing.os_facts(_text(root / "usr/lib/os-release") or _text(root / "etc/os-release"))
     family = importing.family_of(facts)
     kernel = _newest_kernel(root)
-    modules = "".join(_text(root / "lib/modules" / kernel / name) for name in _MODULES) if kernel else ""
-    config = _text(root / "boot" / f"config-{kernel}") or _text(root / "lib/modules" / kernel / "config")
+    modules = "".join(_text(root / _MODULES_AT / kernel / name) for name in _MODULES) if kernel else ""
+    config = _text(root / "boot" / f"config-{kernel}") or _text(root / _MODULES_AT / kernel / "config")
     selinux = re.search(r"(?m)^SELINUX=(\w+)", _text(root / "etc/selinux/config"))
     return ForeignSystem(
         title=facts.get("PRETTY_NAME") or facts.get("ID", "an unknown system"),
@@ -263,7 +276,7 @@ def _text(path: Path) -> str:
 def _newest_kernel(root: Path) -> str:
     """The newest kernel with modules, by the numbers in its name."""
     present = [path.name.removeprefix("vmlinuz-") for path in (root / "boot").glob("vmlinuz-*")]
-    whole = [release for release in present if (root / "lib/modules" / release / "modules.dep").is_file()]
+    whole = [release for release in present if (root / _MODULES_AT / release / "modules.dep").is_file()]
     return max(whole, key=lambda release: [int(word) for word in re.findall(r"\d+", release)], default="")
 
 
@@ -314,7 +327,9 @@ def _ask_packages(root: Path) -> dict[str, str] | None:
         return None
     family = FAMILIES["debian"]
     names = " ".join((*family.packages.values(), family.python))
-    return importing.offered_packages(_in_root(root, f"apt-get -q update >&2; apt-cache policy {names}"))
+    return importing.offered_packages(
+        _in_root(root, f"apt-get -q update -o APT::Update::Error-Mode=any >&2; apt-cache policy {names}")
+    )
 
 
 # --- changes -----------------------------------------------------------------------------------------
@@ -349,7 +364,7 @@ def _in_root(root: Path, script: str) -> str:
         )  # fmt: skip
     if done.returncode:
         tail = "; ".join((done.stderr or done.stdout).strip().splitlines()[-6:])
-        raise Broken(f"a command in the system failed: {script.split(';')[-1].strip()[:60]}: {tail}",
+        raise Broken(f"in the system this failed: {script.splitlines()[0][:60]}: {tail}",
                      hint="check that this machine reaches the sources of the system's packages")  # fmt: skip
     return done.stdout
 
@@ -359,6 +374,7 @@ def _visiting(root: Path) -> Iterator[None]:
     """The system has this machine's name service and its way to package sources meanwhile."""
     resolv, kept = root / "etc/resolv.conf", root / "etc/resolv.conf.multiverse"
     hosts, hosts_kept = root / "etc/hosts", _text(root / "etc/hosts")
+    _without_link(hosts)
     if resolv.is_symlink() or resolv.exists():
         resolv.rename(kept)
     try:
@@ -384,6 +400,8 @@ def _install(root: Path, system: ForeignSystem, plan: ImportPlan, agent: str, sa
         _in_root(root, _install_script(system, plan))
     present = _installed(root, system.family)
     say(f"{system.title}: adding the guest agent")
+    for name in ("hosts", "hostname", "machine-id", "shadow", "fstab"):
+        _without_link(root / "etc" / name)
     strip_identity(root)
     remove_dead_plugins(root)
     install_agent(root, agent.replace(importing.OWN_PYTHON, plan.python, 1))
@@ -398,6 +416,12 @@ def _install(root: Path, system: ForeignSystem, plan: ImportPlan, agent: str, sa
     fstab = root / "etc/fstab"
     fstab.write_text(importing.fstab_of_image(_text(fstab)))
     return {name: present.get(name, "") for name in plan.install}
+
+
+def _without_link(path: Path) -> None:
+    """A link could lead to a file of this machine, which would be written."""
+    if path.is_symlink():
+        path.unlink()
 
 
 def _discard(path: Path) -> None:

@@ -22,7 +22,7 @@ LEAST_TMP = 64  # MiB
 class CheckVerdict(StrEnum):
     RIGHT = "right"
     NOTE = "note"  # jobs run; something is slow, or not known
-    WRONG = "wrong"  # a job would fail
+    WRONG = "wrong"  # a job would fail, or VMs would share a secret
 
 
 class CheckLine(NamedTuple):
@@ -209,5 +209,5 @@ def _services(facts: Mapping[str, Any]) -> Iterator[CheckLine]:
 
 
 def fails(lines: Sequence[CheckLine]) -> bool:
-    """Whether a job would fail."""
+    """Whether the image is not fit for jobs."""
     return any(line.verdict is CheckVerdict.WRONG for line in lines)

@@ -63,9 +63,14 @@ def try_image(image: Image, settings: Settings, say: Callable[[str], None]) -> I
         try:
             return _tried(host, image, own, say)
         finally:
-            host.destroy(vm_name(SITE, 1), 0.0)
+            host.destroy(_name(), 0.0)
             host.delete_all_templates()
             host.close()
+
+
+def _name() -> str:
+    """The user of a VM follows from the number in its name: that of this process is rarely that of a job's VM."""
+    return vm_name(SITE, os.getpid())
 
 
 def _tried(host: QemuHost, image: Image, settings: Settings, say: Callable[[str], None]) -> ImageTrial:
@@ -86,7 +91,7 @@ def _tried(host: QemuHost, image: Image, settings: Settings, say: Callable[[str]
     with socket.create_server((_HEAD, 0)) as server:
         began = time.monotonic()
         spec = Specification(
-            name=vm_name(SITE, 1), host=settings.host.name, image=image.name, kind=CloneKind.INSTANT, size=size,
+            name=_name(), host=settings.host.name, image=image.name, kind=CloneKind.INSTANT, size=size,
             mac=_MAC, template=template, token="check", address=f"{_GUEST}/24", bridge=_BRIDGE,
         )  # fmt: skip
         try:
