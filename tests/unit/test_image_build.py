@@ -19,6 +19,7 @@ from multiverse.images.build import (
     enable_unit,
     install_agent,
     kernel_release,
+    mask_units,
     remove_dead_plugins,
     strip_identity,
 )
@@ -153,6 +154,16 @@ def test_systemd_starts_the_agent_and_not_the_daemons_that_the_agent_starts(tmp_
     assert [path.name for path in (units / "multi-user.target.wants").iterdir()] == ["multiverse-agent.service"]
     for unit in ("slurmd.service", "munge.service"):
         assert (units / unit).readlink() == Path("/dev/null")
+
+
+def test_a_unit_that_is_masked_is_a_link_to_nothing_whatever_was_there(tmp_path: Path) -> None:
+    units = tmp_path / "etc/systemd/system"
+    (units / "directory.service").mkdir(parents=True)
+    (units / "file.service").write_text("[Unit]\n")
+    (units / "link.service").symlink_to("/lib/systemd/system/link.service")
+    names = ("directory.service", "file.service", "link.service", "absent.service")
+    mask_units(tmp_path, names)
+    assert {path.name: path.readlink() for path in units.iterdir()} == dict.fromkeys(names, Path("/dev/null"))
 
 
 def test_the_newest_kernel_of_an_image_is_used(tmp_path: Path) -> None:

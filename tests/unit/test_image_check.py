@@ -24,7 +24,7 @@ FACTS: dict[str, Any] = {
     "munge": {"version": "munge-0.5.15", "error": ""}, "slurmd": {"version": "22.05.8", "error": ""},
     "units": {"failed": [], "waiting": [], "slow": []}, "programs": [], "kernel": "6.1",
 }  # fmt: skip
-TRIAL = ImageTrial("kvm", frozenset(ABILITIES), "instant", 3.0, 0.2, facts=FACTS)
+TRIAL = ImageTrial("kvm", frozenset(ABILITIES), 1024, "instant", 3.0, 0.2, facts=FACTS)
 
 
 def lines(verdict: CheckVerdict, trial: ImageTrial = TRIAL, release: Version | None = SITE) -> list[CheckLine]:
@@ -48,7 +48,7 @@ def test_an_image_in_which_all_is_right_passes_without_a_remedy() -> None:
         ({"secrets": ["/etc/munge/munge.key"]}, "secrets"),
         ({"user": ""}, "name service of users"),
         ({"tmp": {"mode": "755", "free": 2000, "error": "a job cannot use it"}}, "/tmp"),
-        ({"tmp": {"mode": "1777", "free": 3, "error": ""}}, "/tmp"),
+        ({"tmp": {"mode": "1777", "free": 120, "error": ""}}, "/tmp"),
         ({"nfs": False}, "mounts"),
         ({"munge": {"version": "", "error": "there is no user munge"}}, "munge"),
         ({"slurmd": {"version": "", "error": "No such file"}}, "slurmd"),

@@ -109,7 +109,7 @@ def _printer(work: progress.Work, json: bool) -> Callable[[str], None]:
     """Tells each step: as the present one, and, unless the output is JSON, as a line."""
 
     def say(line: str) -> None:
-        work.say(line)
+        work.say(line.removeprefix(f"{work.what}: "))
         if not json:
             render.console.print(f"  {line}", markup=False, soft_wrap=True)
 

@@ -127,7 +127,7 @@ class Recipe:
         hashed = hashlib.sha256()
         facts = (BUILDER_VERSION, self.flavour, self.suite, self.packages, PACKAGES[self.flavour], EXCLUDED,
                  self.cmdline, AGENT_UNIT, self.size)  # fmt: skip
-        hashed.update(json.dumps(facts).encode())
+        hashed.update(json.dumps(facts).encode() + "".join(MASKED[self.flavour]).encode())
         hashed.update(Path(initramfs.__file__).read_bytes())
         for name, content in (
             *((each.name, each.content) for each in self.sources),
@@ -208,6 +208,9 @@ def _hooks(directory: Path | None) -> tuple[Path, ...]:
     return tuple(sorted(p.resolve() for p in directory.iterdir() if p.is_file() and os.access(p, os.X_OK)))
 
 
+# Units that a flavour's system does not start. Debian 13 would have /tmp in memory, and not on the disk that a job may
+# write to.
+MASKED: dict[Flavour, tuple[str, ...]] = {"slim": (), "stock": ("tmp.mount",)}
 AGENT_PATH = "/usr/lib/multiverse/agent.py"  # where the guest agent lies in a guest
 AGENT_UNIT = f"""[Unit]
 Description=Multiverse guest agent
@@ -286,6 +289,15 @@ def enable_unit(root: Path) -> None:
         (units / "multi-user.target.wants" / unit).unlink(missing_ok=True)
     modules = root / "etc/modules-load.d/multiverse.conf"
     modules.write_text("\n".join(initramfs.LATER_MODULES) + "\n")
+
+
+def mask_units(root: Path, units: Sequence[str]) -> None:
+    for unit in units:
+        path = root / "etc/systemd/system" / unit
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/null")
 
 
 Progress = Callable[[str], None]  # gets one short line before each step that takes long
@@ -454,6 +466,7 @@ def _bootstrap(recipe: Recipe, name: str, work: Path, say: Progress) -> str:
     else:
         say(f"image {name}: making the initial ramdisk with initramfs-tools")
         enable_unit(root)
+        mask_units(root, MASKED[recipe.flavour])
         run(["chroot", root, "mkinitramfs", "-o", "/boot/initrd.img", release], "mkinitramfs", _SPACE)
         shutil.move(root / "boot/initrd.img", work / "initrd.img")
     shutil.copy2(root / "boot" / f"vmlinuz-{release}", work / "vmlinuz")

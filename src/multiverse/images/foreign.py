@@ -30,6 +30,7 @@ from multiverse.images.build import (
     enable_unit,
     install_agent,
     keep_duration,
+    mask_units,
     remove_dead_plugins,
     run,
     strip_identity,
@@ -407,10 +408,7 @@ def _install(root: Path, system: ForeignSystem, plan: ImportPlan, agent: str, sa
     install_agent(root, agent.replace(importing.OWN_PYTHON, plan.python, 1))
     (root / "etc/modules-load.d").mkdir(exist_ok=True)
     enable_unit(root)
-    for unit in plan.masked:
-        path = root / "etc/systemd/system" / unit
-        _discard(path)
-        path.symlink_to("/dev/null")
+    mask_units(root, plan.masked)
     if (root / "etc/cloud").is_dir():
         (root / "etc/cloud/cloud-init.disabled").touch()
     fstab = root / "etc/fstab"
@@ -422,13 +420,6 @@ def _without_link(path: Path) -> None:
     """A link could lead to a file of this machine, which would be written."""
     if path.is_symlink():
         path.unlink()
-
-
-def _discard(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _install_script(system: ForeignSystem, plan: ImportPlan) -> str:

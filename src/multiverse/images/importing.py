@@ -47,6 +47,7 @@ UNITS: Mapping[str, str] = {
          "lvm2-monitor.service", "systemd-growfs-root.service"),
         "a VM has one plain disk",
     ),
+    "tmp.mount": "what a job writes to /tmp belongs on the disk, and not into memory",
     "apparmor.service": "loading the profiles of services takes long, and the VM of a job has none",
     **dict.fromkeys(("serial-getty@ttyS0.service", "getty@tty1.service"), "nobody logs in at a console"),
 }  # fmt: skip

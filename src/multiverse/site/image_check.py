@@ -16,7 +16,6 @@ from multiverse.ports.site import Level
 
 SLOW_UNIT = 2.0  # seconds of a unit's start that are worth a line
 SLOW_BOOT = 60.0  # seconds until the fork point, where guests are emulated
-LEAST_TMP = 64  # MiB
 
 
 class CheckVerdict(StrEnum):
@@ -61,8 +60,9 @@ def judge(trial: ImageTrial, release: requirements.Version | None) -> list[Check
     lines = [*_start(trial)]
     facts = trial.facts
     if facts is not None:
-        for part in (_identity, _users, _tmp, _network, _munge, _services):
+        for part in (_identity, _users, _network, _munge, _services):
             lines += part(facts)
+        lines += _tmp(facts, trial.scratch)
         lines += _slurmd(facts, release)
     return lines
 
@@ -96,7 +96,7 @@ def _start(trial: ImageTrial) -> Iterator[CheckLine]:
     if lacking := sorted({"fork", "plug_cpus", "plug_memory", "limit_disk"} - trial.abilities):
         yield CheckLine(
             CheckVerdict.NOTE, "abilities", f"it lacks {', '.join(lacking)}",
-            "jobs run; templates have the sizes of jobs. A generic kernel of the distribution has them all",
+            "jobs run; without plug_cpus or plug_memory each size of a job has a template of its own",
         )  # fmt: skip
     if trial.facts is None:
         yield CheckLine(
@@ -129,16 +129,20 @@ def _users(facts: Mapping[str, Any]) -> Iterator[CheckLine]:
     )
 
 
-def _tmp(facts: Mapping[str, Any]) -> Iterator[CheckLine]:
+def _tmp(facts: Mapping[str, Any], scratch: int) -> Iterator[CheckLine]:
     tmp = facts["tmp"]
+    if not tmp["error"] and tmp["free"] < scratch:
+        yield CheckLine(
+            CheckVerdict.WRONG, "/tmp", f"{tmp['free']} MiB free, and jobs may write {scratch} (image.scratch)",
+            "is it in memory? mask tmp.mount; else make the disk larger (size)",
+        )  # fmt: skip
+        return
     yield _line(
         not tmp["error"],
         "/tmp",
         tmp["error"] or f"mode {tmp['mode']}, {tmp['free']} MiB free",
         "it must be writable by all, with the sticky bit (mode 1777)",
     )
-    if tmp["free"] < LEAST_TMP:
-        yield CheckLine(CheckVerdict.WRONG, "/tmp", f"{tmp['free']} MiB free", "make the disk larger (size)")
 
 
 def _network(facts: Mapping[str, Any]) -> Iterator[CheckLine]:

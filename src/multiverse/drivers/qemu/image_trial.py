@@ -44,6 +44,7 @@ class ImageTrial:
 
     accelerator: str
     abilities: frozenset[str]
+    scratch: int  # MiB that a job may write, by the settings
     kind: str = ""  # of the clone
     boot: float | None = None  # until the fork point; None: it was not reached
     start: float = 0.0  # from the identity until the guest agent had applied it
@@ -78,7 +79,7 @@ def _tried(host: QemuHost, image: Image, settings: Settings, say: Callable[[str]
     abilities = host.image_abilities(image.name)
     plugs = {"plug_cpus", "plug_memory"} <= abilities
     size = Size(base.cpus, max(_MEMORY, base.memory) if plugs else base.memory)
-    found = ImageTrial(host.accelerator.name, abilities, str(CloneKind.INSTANT))
+    found = ImageTrial(host.accelerator.name, abilities, settings.image.scratch, str(CloneKind.INSTANT))
     template = TemplateKey(settings.host.name, image.name, base if plugs else size)
     say("booting it to its fork point")
     began = time.monotonic()
