@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, reduce
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import Field, TypeAdapter, ValidationError
@@ -1006,23 +1006,37 @@ def parse(raw: dict[str, Any], origin: str) -> Settings:
 def examined(raw: dict[str, Any]) -> tuple[Settings | None, list[Mistake]]:
     """The settings in a parsed document, and all mistakes in it. None if a value is wrong. Contradictions between keys
     are found among the values that are right by themselves."""
-    found = list(unknown_keys(Settings, raw))
-    known = _without(raw, [one.key for one in found])
-    adapter = _adapter()
-    try:
-        settings = adapter.validate_python(known)
-    except ValidationError as error:
-        wrong = [Mistake(each["loc"], _said(each["loc"], each)) for each in error.errors()]
-        rest = adapter.validate_python(_without(known, [_replaceable(one.key) for one in wrong]))
+    unknown = unknown_keys(Settings, raw)
+    known = _without(raw, [one.key for one in unknown])
+    settings, wrong = validated(Settings, known)
+    if settings is None:
+        rest, _ = validated(Settings, _without(known, [_replaceable(one.key) for one in wrong]))
         names = {".".join(map(str, _replaceable(one.key))) for one in wrong}
-        others = [one for one in _contradictions(rest) if not any(name in one for name in names)]
-        return None, found + wrong + list(map(_as_mistake, others))
-    return settings, found + list(map(_as_mistake, _contradictions(settings)))
+        others = [one for one in _contradictions(rest or Settings()) if not any(name in one for name in names)]
+        return None, unknown + wrong + list(map(_as_mistake, others))
+    return settings, unknown + list(map(_as_mistake, _contradictions(settings)))
+
+
+def examined_as(cls: type[T], raw: dict[str, Any]) -> tuple[T | None, list[Mistake]]:
+    """A parsed document as a value of a class of tables, and each key that is unknown or wrong by itself. None if a
+    value is wrong."""
+    unknown = unknown_keys(cls, raw)
+    value, wrong = validated(cls, _without(raw, [one.key for one in unknown]))
+    return value, unknown + wrong
+
+
+def validated(cls: type[T], known: dict[str, Any]) -> tuple[T | None, list[Mistake]]:
+    """A document without unknown keys as a value of a class of tables; None if a value is wrong, and what is wrong."""
+    try:
+        value: T = _adapter(cast(Any, cls)).validate_python(known)
+        return value, []
+    except ValidationError as error:
+        return None, [Mistake(each["loc"], _said(each["loc"], each)) for each in error.errors()]
 
 
 @cache
-def _adapter() -> TypeAdapter[Settings]:
-    return TypeAdapter(Settings)
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 _MESSAGES = {
@@ -1096,26 +1110,30 @@ def _without(raw: dict[str, Any], keys: Iterable[tuple[str | int, ...]]) -> dict
     return copied
 
 
-def unknown_keys(
-    cls: type, raw: dict[str, Any], prefix: tuple[str | int, ...] = (), root: type | None = None
-) -> Iterator[Mistake]:
-    """Each key that `cls` does not have, also in nested tables, with the most similar key, or with the table of `root`
-    (or of `cls`) that has it."""
+def unknown_keys(cls: type, raw: dict[str, Any]) -> list[Mistake]:
+    """Each key of a document that its class does not have, with the most similar key."""
+    return [Mistake(key, message) for key, message in _unknown_keys(cls, raw, (), cls)]
+
+
+def _unknown_keys(
+    cls: type, raw: dict[str, Any], prefix: tuple[str | int, ...], whole: type
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The same for a table of the document, whose class is `whole`."""
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]
     for key, value in raw.items():
         if key not in names:
-            yield Mistake((*prefix, key), f"no such key{_suggestion(key, names, root or cls)}")
+            yield (*prefix, key), f"no such key{_suggestion(key, names, whole)}"
         else:
             for inner, table, path in _tables(hints[key], value, (*prefix, key)):
-                yield from unknown_keys(inner, table, path, root or cls)
+                yield from _unknown_keys(inner, table, path, whole)
 
 
-def _suggestion(key: str, names: Iterable[str], root: type) -> str:
+def _suggestion(key: str, names: Iterable[str], whole: type) -> str:
     near = difflib.get_close_matches(key, names, n=1)
     if near:
         return f", did you mean {near[0]}?"
-    classes = {name: table_class(hint) for name, hint in get_type_hints(root).items()}
+    classes = {name: table_class(hint) for name, hint in get_type_hints(whole).items()}
     tables = [f"[{name}]" for name, cls in classes.items() if cls and key in {f.name for f in fields(cls)}]
     return f"; it is a key of {' and '.join(tables)}" if tables else ""
 

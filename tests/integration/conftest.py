@@ -143,7 +143,7 @@ def new_lab(accelerator: Path, wishes: LabOptions, *, controller: bool) -> Itera
         where.controller.mkdir(parents=True)
         shutil.copy(accelerator, where.controller)
         (where.controller / accelerator.name).chmod(0o600)
-        options = replace(wishes, shares=(directory / "home",), images=IMAGES)
+        options = replace(wishes, shares=(directory / "home",), images=wishes.images or IMAGES)
         settings = asyncio.run(lifecycle.up(where, options, controller=controller))
         if not controller:  # whose first observation closes the gate, without which no job is accepted
             asyncio.run(SlurmScheduler(settings, "tests").observe())

@@ -186,6 +186,7 @@ RARE = (
     ("lease", ("starting", "idle", "ending", "releasing"), "lost", "lost"),
     ("lease", ("starting", "idle", "held"), "failed", "releasing"),
     ("lease", ("planned",), "failed", "releasing"),
+    ("lease", ("planned",), "granted", "starting"),
     ("lease", ("starting",), "ended", "ending"),
     ("lease", ("ending", "held", "starting", "waiting"), "vanished", "releasing"),
     ("template", ("building", "broken", "ready", "retiring"), "removed", "absent"),

@@ -13,15 +13,18 @@ from multiverse.images import build as builder
 from multiverse.images import initramfs
 from multiverse.images.build import (
     AGENT_PATH,
+    Input,
     Recipe,
     build,
     enable_unit,
     install_agent,
     kernel_release,
+    mask_units,
     remove_dead_plugins,
     strip_identity,
 )
 from multiverse.images.catalog import Flavour, Image, list_images, load, write_manifest
+from multiverse.images.description import ImageDescription
 
 
 @pytest.mark.parametrize("name", ["", "../x", "A", "a/b", "-a", "x" * 41])
@@ -93,7 +96,7 @@ def test_each_input_changes_the_key(tmp_path: Path) -> None:
         suite: str = "a",
         agent: str = "one",
     ) -> tuple[str, str]:
-        return Recipe(flavour, suite, packages, (source,), hooks, agent).keys()
+        return Recipe(flavour, suite, packages, (Input.read(source),), hooks, agent).keys()
 
     first = keys()
     assert keys() == first
@@ -113,11 +116,11 @@ def test_a_change_of_the_assembled_agent_changes_the_key_of_the_image_and_not_th
     source = tmp_path / "debian.sources"
     source.write_text("Types: deb\n")
     monkeypatch.setattr(builder, "_suite", lambda: "bookworm")
-    monkeypatch.setattr(builder, "_sources", lambda: (source,))
-    first = Recipe.of("slim", (), None)
+    monkeypatch.setattr(builder, "_sources", lambda: (Input.read(source),))
+    first = Recipe.of(ImageDescription())
     assert first.agent == assemble()
     monkeypatch.setattr(builder, "assemble", lambda: assemble() + "\n")
-    second = Recipe.of("slim", (), None)
+    second = Recipe.of(ImageDescription())
     assert second.keys()[0] == first.keys()[0]
     assert second.keys()[1] != first.keys()[1]
 
@@ -151,6 +154,16 @@ def test_systemd_starts_the_agent_and_not_the_daemons_that_the_agent_starts(tmp_
     assert [path.name for path in (units / "multi-user.target.wants").iterdir()] == ["multiverse-agent.service"]
     for unit in ("slurmd.service", "munge.service"):
         assert (units / unit).readlink() == Path("/dev/null")
+
+
+def test_a_unit_that_is_masked_is_a_link_to_nothing_whatever_was_there(tmp_path: Path) -> None:
+    units = tmp_path / "etc/systemd/system"
+    (units / "directory.service").mkdir(parents=True)
+    (units / "file.service").write_text("[Unit]\n")
+    (units / "link.service").symlink_to("/lib/systemd/system/link.service")
+    names = ("directory.service", "file.service", "link.service", "absent.service")
+    mask_units(tmp_path, names)
+    assert {path.name: path.readlink() for path in units.iterdir()} == dict.fromkeys(names, Path("/dev/null"))
 
 
 def test_the_newest_kernel_of_an_image_is_used(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def take_regions_message(devices: Sequence[tuple[int, int]], uid: int) -> bytes:
 @cache
 def program(name: str) -> str:
     """The text of a program that guests, or stand-ins for them, get: `slurm_command.py`, `shared_memory_program.py`,
-    `attach_program.sh` or `steps_program.py`."""
+    `attach_program.sh`, `steps_program.py` or `check_program.py`."""
     return (Path(__file__).parent / name).read_text()
 
 

@@ -10,23 +10,24 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
 from multiverse.guest.assemble import assemble
-from multiverse.images import catalog, initramfs
+from multiverse.images import catalog, initramfs, sources
 from multiverse.images.catalog import Flavour, Image, load, write_manifest
+from multiverse.images.description import DISK_MIB, SUITES, ImageDescription, ImageDistribution, wrong_packages
 from multiverse.system import files
 
 BUILDER_VERSION = 2  # increase it when a change of the builder's steps changes the images that it makes
-DISK_MIB = 16384  # size of the disk that the guest sees; the file is sparse, so only what is written takes space
 
 _COMMON = ("linux-image-amd64", "slurmd", "slurm-client", "munge", "nfs-common", "python3", "iproute2")
 PACKAGES: dict[Flavour, tuple[str, ...]] = {
@@ -41,12 +42,40 @@ EXCLUDED = (
         "sound", "drivers/gpu", "drivers/media", "drivers/net/wireless", "drivers/staging", "drivers/isdn",
         "drivers/iio", "drivers/hwmon", "drivers/input", "drivers/bluetooth", "drivers/usb", "drivers/scsi")),
 )  # fmt: skip
-_BOOT = ("root=/dev/vda", "rw", "console=ttyS0", "quiet", "net.ifnames=0", "panic=-1",
+BOOT_ARGUMENTS = ("root=/dev/vda", "rw", "console=ttyS0", "quiet", "net.ifnames=0", "panic=-1",
          # A plugged DIMM is usable at once, and its own memory holds its page structures.
          "memhp_default_state=online", "memory_hotplug.memmap_on_memory=1", "swiotlb=noforce")  # fmt: skip
 # These switch off what the VM of a single job does not need and every clone would spend time on: pressure figures,
 # audit, mandatory access control between services, watchdogs, IPv6 autoconfiguration (identities have IPv4 addresses).
 _LEAN = ("psi=0", "audit=0", "lsm=", "nowatchdog", "ipv6.disable_ipv6=1", "transparent_hugepage=madvise")
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file that goes into an image, or is used to make it."""
+
+    name: str
+    content: bytes
+    target: str = ""  # in the image; none for files that are only used
+    mode: str = ""
+    owner: str = ""
+    at: str = ""  # when it runs, if it is a hook in the image
+
+    @classmethod
+    def read(cls, path: Path, **how: str) -> Input:
+        """Raises `Refused` if it cannot be read."""
+        try:
+            return cls(path.name, path.read_bytes(), **how)
+        except OSError as error:
+            raise Refused(f"cannot read {path}: {error.strerror}", hint="check its owner and mode") from error
+
+    @property
+    def about(self) -> str:
+        """What it is, and of which content."""
+        what = f"file {self.target} {self.mode} {self.owner}" if self.target else f"hook {self.name} at {self.at}"
+        if not self.target and not self.at:
+            what = self.name
+        return f"{what} {hashlib.sha256(self.content).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)
@@ -56,32 +85,76 @@ class Recipe:
     flavour: Flavour
     suite: str  # the name of Debian's release
     packages: tuple[str, ...]
-    sources: tuple[Path, ...]  # the host's files of apt sources
-    hooks: tuple[Path, ...]  # programs that change the root file system
+    sources: tuple[Input, ...]  # files of apt sources
+    hooks: tuple[Path, ...]  # programs of this machine that change the root file system
     agent: str  # program text of the guest agent
+    files: tuple[Input, ...] = ()
+    steps: tuple[Input, ...] = ()  # hooks that run in the image
+    kernel_arguments: tuple[str, ...] = ()
+    size: int = DISK_MIB
 
     @classmethod
-    def of(cls, flavour: Flavour, packages: Sequence[str], hooks: Path | None) -> Recipe:
-        """The recipe on this host now. Raises `Refused` if the host has no apt sources, or `hooks` is no directory."""
-        return cls(flavour, _suite(), tuple(sorted(set(packages))), _sources(), _hooks(hooks), assemble())
+    def of(cls, described: ImageDescription, hooks: Path | None = None) -> Recipe:
+        """The recipe on this host now. Raises `Refused` if the host lacks the apt sources, if `hooks` is no directory,
+        or if a file cannot be read."""
+        suite, listed = _sources_of(described.distribution)
+        return cls(
+            described.flavour,
+            suite,
+            tuple(sorted(set(described.packages))),
+            listed,
+            _hooks(hooks),
+            assemble(),
+            tuple(Input.read(f.source, target=f.target, mode=f.mode, owner=f.owner) for f in described.files),
+            tuple(Input.read(hook.program, at=hook.at) for hook in described.hooks),
+            described.kernel_arguments,
+            described.size,
+        )
 
     @property
     def cmdline(self) -> str:
-        return " ".join((*_BOOT, *_LEAN, f"init={AGENT_PATH}") if self.flavour == "slim" else _BOOT)
+        ours = (*BOOT_ARGUMENTS, *_LEAN, f"init={AGENT_PATH}") if self.flavour == "slim" else BOOT_ARGUMENTS
+        return " ".join((*ours, *self.kernel_arguments))
+
+    @property
+    def release(self) -> str:
+        """The distribution's release as people call it."""
+        number = next((number for number, suite in SUITES.items() if suite == self.suite), "")
+        return f"Debian {number} ({self.suite})" if number else f"Debian {self.suite}"
 
     def keys(self) -> tuple[str, str]:
         """(key of everything but the guest agent, key of everything), each of 16 hex digits."""
         hashed = hashlib.sha256()
         facts = (BUILDER_VERSION, self.flavour, self.suite, self.packages, PACKAGES[self.flavour], EXCLUDED,
-                 self.cmdline, AGENT_UNIT, DISK_MIB)  # fmt: skip
-        hashed.update(json.dumps(facts).encode())
+                 self.cmdline, AGENT_UNIT, self.size)  # fmt: skip
+        hashed.update(json.dumps(facts).encode() + "".join(MASKED[self.flavour]).encode())
         hashed.update(Path(initramfs.__file__).read_bytes())
-        for path in (*self.sources, *self.hooks):
-            content = path.read_bytes()
-            hashed.update(f"{path.name} {len(content)}\n".encode() + content)
+        for name, content in (
+            *((each.name, each.content) for each in self.sources),
+            *((path.name, path.read_bytes()) for path in self.hooks),
+            *((json.dumps([each.target, each.mode, each.owner, each.at]), each.content)
+              for each in (*self.files, *self.steps)),
+        ):  # fmt: skip
+            hashed.update(f"{name} {len(content)}\n".encode() + content)
         base = hashed.hexdigest()[:16]
         hashed.update(self.agent.encode())
         return base, hashed.hexdigest()[:16]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Everything that the image is made of, a short line each."""
+        hooks = [f"program {Input.read(path).about}" for path in self.hooks]
+        return (
+            self.release,
+            f"flavour {self.flavour}, of builder {BUILDER_VERSION}",
+            *(f"package {name}" for name in self.packages),
+            *(f"apt sources {each.about}" for each in self.sources),
+            *hooks,
+            *(each.about for each in (*self.files, *self.steps)),
+            f"kernel arguments {self.cmdline}",
+            f"size {self.size} MiB",
+            f"guest agent {hashlib.sha256(self.agent.encode()).hexdigest()[:12]}",
+        )
 
 
 def _suite() -> str:
@@ -92,14 +165,39 @@ def _suite() -> str:
     return suite
 
 
-def _sources() -> tuple[Path, ...]:
+def _sources() -> tuple[Input, ...]:
     """The host's files of apt sources (sources.list(5)), without those that name no source."""
     parts = Path("/etc/apt/sources.list.d")
     found = [Path("/etc/apt/sources.list"), *sorted([*parts.glob("*.list"), *parts.glob("*.sources")])]
-    used = tuple(p for p in found if p.is_file() and re.search(r"(?m)^\s*(deb\s|Types:)", p.read_text()))
+    used = tuple(Input.read(p) for p in found if p.is_file() and re.search(r"(?m)^\s*(deb\s|Types:)", p.read_text()))
     if not used:
         raise Refused("this host has no apt sources to build an image from", hint="add some, see sources.list(5)")
     return used
+
+
+def _sources_of(distribution: ImageDistribution) -> tuple[str, tuple[Input, ...]]:
+    """The name of the release, and its apt sources: those of the description, or of this host. Raises `Refused`."""
+    suite = SUITES[distribution.release] if distribution.release is not None else _suite()
+    if distribution.sources is not None:
+        own = Input.read(distribution.sources)
+        if distribution.release is not None and not sources.of_suite(own.name, own.content.decode(), suite):
+            raise Refused(f"{distribution.sources} has no sources of {suite}", hint=f"add {suite} to the suites in it")
+        return suite, (own,)
+    present = _sources()
+    if suite == _suite():
+        return suite, present
+    chosen = [replace(each, content=text.encode()) for each in present
+              if (text := sources.of_suite(each.name, each.content.decode(), suite))]  # fmt: skip
+    if not chosen:
+        others = ", ".join(
+            sorted({one for each in present for one in sources.suites(each.name, each.content.decode())})
+        )
+        raise Refused(
+            f"the apt sources of this machine have no {suite} (Debian {distribution.release}), but {others}",
+            hint=f"name a file with sources of {suite} as distribution.sources, for example a copy of this machine's"
+            f" file in which {_suite()} is replaced by {suite}",
+        )
+    return suite, tuple(chosen)
 
 
 def _hooks(directory: Path | None) -> tuple[Path, ...]:
@@ -110,6 +208,9 @@ def _hooks(directory: Path | None) -> tuple[Path, ...]:
     return tuple(sorted(p.resolve() for p in directory.iterdir() if p.is_file() and os.access(p, os.X_OK)))
 
 
+# Units that a flavour's system does not start. Debian 13 would have /tmp in memory, and not on the disk that a job may
+# write to.
+MASKED: dict[Flavour, tuple[str, ...]] = {"slim": (), "stock": ("tmp.mount",)}
 AGENT_PATH = "/usr/lib/multiverse/agent.py"  # where the guest agent lies in a guest
 AGENT_UNIT = f"""[Unit]
 Description=Multiverse guest agent
@@ -190,6 +291,15 @@ def enable_unit(root: Path) -> None:
     modules.write_text("\n".join(initramfs.LATER_MODULES) + "\n")
 
 
+def mask_units(root: Path, units: Sequence[str]) -> None:
+    for unit in units:
+        path = root / "etc/systemd/system" / unit
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/null")
+
+
 Progress = Callable[[str], None]  # gets one short line before each step that takes long
 
 
@@ -262,7 +372,6 @@ def _durations(images: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.:-]*")
 _SPACE = "check with `df` that the directory of the images has free space"
 
 
@@ -275,19 +384,40 @@ def build(
     hooks: Path | None = None,
     progress: Progress | None = None,
 ) -> Image:
-    """Build the image `name` in `out_dir`, or return the present one if it was made of the same inputs.
+    """Build the image `name` of a flavour, with further packages: see `build_described`. `hooks` is a directory of
+    executables. They run in the order of their names before the disk is made, with the image's root directory as
+    argument."""
+    described = plain_description(name, flavour, packages)
+    return build_described(described, out_dir, hooks=hooks, progress=progress)
 
-    `hooks` is a directory of executables. They run in the order of their names before the disk is made, with the
-    image's root directory as argument. `progress` gets a short line before each long step. Raises `Refused` for wrong
-    arguments and `Broken` if a step fails; no incomplete image is left behind.
-    """
-    say = progress or (lambda line: None)
+
+def plain_description(name: str, flavour: Flavour, packages: Sequence[str] = ()) -> ImageDescription:
+    """An image of a flavour with further packages, without a file that describes it. Raises `Refused`."""
     catalog.check_name(name)
-    if wrong := [package for package in packages if not _PACKAGE.fullmatch(package)]:
+    if wrong := wrong_packages(tuple(packages)):
         raise Refused(f"not valid names of packages: {' '.join(wrong)}", hint="use names that `apt-cache show` knows")
     if flavour not in PACKAGES:
         raise Refused(f"there is no image flavour {flavour!r}", hint="use slim or stock")
-    recipe = Recipe.of(flavour, packages, hooks)
+    return ImageDescription(name, flavour, tuple(packages))
+
+
+def build_described(
+    described: ImageDescription,
+    out_dir: Path,
+    *,
+    origin: str = "",
+    hooks: Path | None = None,
+    progress: Progress | None = None,
+) -> Image:
+    """Build an image in `out_dir`, or return the present one if it was made of the same inputs. `origin` is the name of
+    the file that describes it.
+
+    `progress` gets a short line before each long step. Raises `Refused` for wrong arguments and `Broken` if a step
+    fails; no incomplete image is left behind.
+    """
+    say = progress or (lambda line: None)
+    name, flavour = described.name or described.flavour, described.flavour
+    recipe = Recipe.of(described, hooks)
     base, key = recipe.keys()
     out_dir.mkdir(parents=True, exist_ok=True)
     with catalog.locked(out_dir, name):
@@ -298,6 +428,10 @@ def build(
         if old is not None and old.key == key:
             say(f"image {name}: is up to date")
             return old
+        first, *rest = recipe.inputs
+        made_from = (f"{origin}: {first}" if origin else first, *rest)
+        if old is not None and (changed := sorted({*old.made_from} ^ {*made_from})):
+            say(f"image {name}: it has changed: {', '.join(changed)}")
         with catalog.beside(out_dir, name) as work:
             if old is not None and old.base == base and flavour == "slim":
                 say(f"image {name}: replacing the guest agent")
@@ -307,8 +441,9 @@ def build(
                 release = _bootstrap(recipe, name, work, say)
                 keep_duration(out_dir, flavour, time.monotonic() - began)
             image = Image(
-                name, flavour, key, base, out_dir / name, recipe.cmdline, release, recipe.suite, recipe.packages
-            )
+                name, flavour, key, base, out_dir / name, recipe.cmdline, release, recipe.suite, recipe.packages,
+                made_from=made_from,
+            )  # fmt: skip
             write_manifest(image, work)
             catalog.record_digest(work, catalog.digest_of(work))
             catalog.put_in_place(work, out_dir, name)
@@ -331,6 +466,7 @@ def _bootstrap(recipe: Recipe, name: str, work: Path, say: Progress) -> str:
     else:
         say(f"image {name}: making the initial ramdisk with initramfs-tools")
         enable_unit(root)
+        mask_units(root, MASKED[recipe.flavour])
         run(["chroot", root, "mkinitramfs", "-o", "/boot/initrd.img", release], "mkinitramfs", _SPACE)
         shutil.move(root / "boot/initrd.img", work / "initrd.img")
     shutil.copy2(root / "boot" / f"vmlinuz-{release}", work / "vmlinuz")
@@ -340,8 +476,9 @@ def _bootstrap(recipe: Recipe, name: str, work: Path, say: Progress) -> str:
     # scarce where CPUs are emulated.
     run(["mke2fs", "-q", "-t", "ext4", "-L", "root", "-O", "^has_journal,^metadata_csum,uninit_bg", "-m", "0", "-E",
          "lazy_itable_init=0,nodiscard,assume_storage_prezeroed=1", "-d", root, work / "disk.raw",
-         f"{DISK_MIB}M"], "mke2fs", _SPACE)  # fmt: skip
-    shutil.rmtree(root)
+         f"{recipe.size}M"], "mke2fs", _SPACE)  # fmt: skip
+    for made in (root, work / "sources", work / "inputs"):
+        shutil.rmtree(made)
     return release
 
 
@@ -354,9 +491,51 @@ def _install_packages(recipe: Recipe, root: Path, work: Path, say: Progress) -> 
     argv: list[str | Path] = ["--mode=root", f"--variant={VARIANT[recipe.flavour]}"]
     argv += [f"--include={wanted}", f"--aptopt={apt_conf}", "--dpkgopt=force-unsafe-io"]
     argv += [f"--dpkgopt=path-exclude={path}" for path in EXCLUDED]
-    argv += [f"--customize-hook={hook}" for hook in recipe.hooks]
-    mmdebstrap([*argv, recipe.suite, root, *recipe.sources], work, say)
+    argv += [f"--customize-hook={hook}" for hook in (*recipe.hooks, *_changes(recipe, work))]
+    listed = _kept(recipe.sources, work / "sources")
+    mmdebstrap([*argv, recipe.suite, root, *listed], work, say)
     apt_conf.unlink()
+
+
+_IN_IMAGE = "/.multiverse-input"
+
+
+def _changes(recipe: Recipe, work: Path) -> list[str]:
+    """Commands of the shell for the recipe's files and hooks. `$1` is the image's root directory. They act in the
+    image, where symbolic links lead to places in the image."""
+    begin = [one for one in recipe.steps if one.at == "packages"]
+    end = [one for one in recipe.steps if one.at != "packages"]
+    commands = []
+    ordered = (*begin, *recipe.files, *end)
+    for one, path in zip(ordered, _kept(ordered, work / "inputs"), strict=True):
+        copied = f'cp {shlex.quote(str(path))} "$1{_IN_IMAGE}"'
+        if one.target:
+            user, _, group = one.owner.partition(":")
+            how = [
+                "install",
+                "-D",
+                "-m",
+                one.mode,
+                "-o",
+                user,
+                *(["-g", group] if group else []),
+                _IN_IMAGE,
+                one.target,
+            ]
+        else:
+            copied += f' && chmod 755 "$1{_IN_IMAGE}"'
+            how = [_IN_IMAGE]
+        commands.append(f'{copied} && chroot "$1" {shlex.join(how)} && rm "$1{_IN_IMAGE}"')
+    return commands
+
+
+def _kept(inputs: Sequence[Input], directory: Path) -> list[Path]:
+    """Files with the content of these inputs, in their order. Their names end as those of the inputs do."""
+    directory.mkdir()
+    paths = [directory / f"{number}-{one.name}" for number, one in enumerate(inputs)]
+    for one, path in zip(inputs, paths, strict=True):
+        path.write_bytes(one.content)
+    return paths
 
 
 def _refresh(old: Image, recipe: Recipe, work: Path) -> str:

@@ -49,6 +49,7 @@ class Image:
     suite: str  # Debian's release
     packages: tuple[str, ...] = ()
     abilities: tuple[str, ...] = ABILITIES
+    made_from: tuple[str, ...] = ()  # everything that it was made of, a short line each; the first says it in all
 
     @property
     def disk(self) -> Path:

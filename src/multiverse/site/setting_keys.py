@@ -68,17 +68,23 @@ class SettingTable:
 
 
 def setting_tables() -> list[SettingTable]:
-    """All tables: first the keys outside of any table, then the tables by name."""
-    hints = get_type_hints(Settings, include_extras=True)
+    """All tables of the settings: first the keys outside of any table, then the tables by name."""
+    first, *others = tables_of(Settings)
+    return [first, *sorted(others, key=lambda one: one.name)]
+
+
+def tables_of(cls: Any) -> list[SettingTable]:
+    """The tables of a document of that class: first the keys outside of any table, then the tables in their order."""
+    hints = get_type_hints(cls, include_extras=True)
     classes = {name: table_class(_plain(hint)) for name, hint in hints.items()}
-    plain = tuple(one for one in _keys(Settings, False) if classes[one.name] is None)
+    plain = tuple(one for one in _keys(cls, False) if classes[one.name] is None)
     tables = [SettingTable("", "Keys that stand before the first table.", False, plain)]
-    for name, cls in sorted(classes.items()):
-        if cls is not None:
+    for name, table in classes.items():
+        if table is not None:
             is_array = get_origin(_plain(hints[name])) is tuple
             examples = "\n".join(str(mark) for mark in marks_of(hints[name]) if isinstance(mark, Example))
-            keys = tuple(_keys(cls, has_mark(hints[name], AtReload), tomllib.loads(examples)))
-            tables.append(SettingTable(name, _one_line(cls.__doc__), is_array, keys))
+            keys = tuple(_keys(table, has_mark(hints[name], AtReload), tomllib.loads(examples)))
+            tables.append(SettingTable(name, _one_line(table.__doc__), is_array, keys))
     return tables
 
 
@@ -141,12 +147,12 @@ _LISTS = {
 
 
 def _kind(plain: Any) -> str:
-    if _choices(plain):
-        return "one of the words"
+    if choices := _choices(plain):
+        return "one of the words" if isinstance(choices[0], str) else "one of the numbers"
     return _KINDS.get(plain) or _LISTS.get(plain, "")
 
 
-def _choices(plain: Any) -> tuple[str, ...]:
+def _choices(plain: Any) -> tuple[Any, ...]:
     if get_origin(plain) is Literal:
         return get_args(plain)
     if isinstance(plain, type) and issubclass(plain, StrEnum):
@@ -156,7 +162,7 @@ def _choices(plain: Any) -> tuple[str, ...]:
 
 def _limits(plain: Any, marks: list[Any]) -> str:
     if choices := _choices(plain):
-        return ", ".join(choices)
+        return ", ".join(map(str, choices))
     least = next((mark.ge for mark in marks if isinstance(mark, Ge)), None)
     above = next((mark.gt for mark in marks if isinstance(mark, Gt)), None)
     most = next((mark.le for mark in marks if isinstance(mark, Le)), None)

@@ -12,7 +12,7 @@ from random import Random
 from statistics import fmean, stdev
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from multiverse.config import (
     BackfillSettings,
@@ -26,7 +26,7 @@ from multiverse.config import (
     Rate,
     Seconds,
     Settings,
-    unknown_keys,
+    examined_as,
 )
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.basics import CloneKind, Depth, Placement, Size
@@ -112,13 +112,10 @@ def read_cluster(path: Path) -> ClusterSpec:
         raw = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Refused(f"cannot read {path}: {error}", hint=hint) from error
-    if wrong := list(unknown_keys(ClusterSpec, raw)):
+    spec, wrong = examined_as(ClusterSpec, raw)
+    if spec is None or wrong:
         raise Refused(f"{path}: {'; '.join(map(str, wrong))}", hint=hint)
-    try:
-        return TypeAdapter(ClusterSpec).validate_python(raw)
-    except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg'].lower()}" for one in error.errors())
-        raise Refused(f"{path}: {told}", hint=hint) from error
+    return spec
 
 
 @dataclass(frozen=True)
