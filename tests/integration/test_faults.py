@@ -7,7 +7,7 @@ import time
 import pytest
 
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model.job import LeaseState
+from multiverse.core.model.job import PREEMPTED_STATES, LeaseState
 from multiverse.core.model.saved import SavedState
 from multiverse.core.model.vm import SLEEPING_STATES
 from tests.integration.conftest import LabUnderTest
@@ -34,6 +34,10 @@ ELSEWHERE = {
     "vm:moving": "takes two hosts, see test_live_moves; simulation",
     "vm:settling": "takes two hosts, see test_live_moves; simulation",
     **{f"vm:{state}": "takes a job that is suspended, see test_sleeping_jobs" for state in SLEEPING_STATES},
+    **{
+        f"attempt:{state}": "takes a job that is preempted, see test_evictions; simulation"
+        for state in PREEMPTED_STATES
+    },
     "vm:orphan": "the database would have to be replaced under a running job; simulation",
     "offer:open": "takes a pool that offers its spares, see test_pool; simulation",
     "offer:taken": "takes a pool that offers its spares, see test_pool; simulation",

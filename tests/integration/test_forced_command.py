@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which("sshd", path="/usr/sbin"), reason="sshd is not installed"),
 ]
 
-DOCUMENTED = re.compile(r'^command="/usr/local/bin/(multiverse .*)",restrict ssh-ed25519 ', re.MULTILINE)
+DOCUMENTED = re.compile(r'^command="/usr/bin/(multiverse .*)",restrict ssh-ed25519 ', re.MULTILINE)
 
 SSHD = """
 HostKey {at}/host_key
