@@ -63,7 +63,7 @@ def saved(outcome: Outcome) -> int:
     return outcome.transitions["saved: stored - runs -> thawing"]
 
 
-@pytest.mark.parametrize("actions", [(SAVE,), HELD, (SAVE, UserAction(20.0, "save"), UserAction(28.0, "save"))])
+@pytest.mark.parametrize("actions", [(SAVE,), HELD, (SAVE, UserAction(20.0, "save"), UserAction(31.0, "save"))])
 def test_a_saved_job_goes_on_where_it_stopped(actions: tuple[UserAction, ...]) -> None:
     assert saved(goes_well(scenario(*actions))) == sum(action.kind != "resume_saved" for action in actions)
 

@@ -11,8 +11,8 @@ from multiverse.core.model.vm import VmCondition, VmState
 from multiverse.core.model.world import Seen
 from multiverse.core.policy import Pool
 from multiverse.core.transition import Move
-from multiverse_lab.simulation.scheduler import part_of
 from tests.unit.planner_harness import POLICY, PlannerHarness
+from tests.unit.scheduler_parts import part_of
 
 A, V = AttemptState, VmState
 

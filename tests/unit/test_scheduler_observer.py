@@ -26,7 +26,7 @@ from multiverse.core.model.job import (
 from multiverse.core.model.world import Seen, World
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
-from multiverse_lab.simulation.scheduler import part_of
+from tests.unit.scheduler_parts import part_of
 
 POLL = 2.0
 
