@@ -25,6 +25,13 @@ REPOSITORY = Path(__file__).parents[2]
 OPERATIONS = REPOSITORY / "docs/operations.md"
 
 
+EDITOR = """#!/bin/sh
+# What an administrator changes in the example.
+sed -i -e 's/^name = .*/name = "vmhost1"/' -e 's/^cores = [0-9]*/cores = 8/' -e 's/^memory = [0-9]*/memory = 16384/' \\
+    -e 's/^#names = /names = /' "$1"
+"""
+
+
 def blocks() -> list[str]:
     """The commands that a site types, block by block."""
     section = OPERATIONS.read_text().partition("### With pip, and by hand\n")[2].partition("\n### ")[0]
@@ -98,6 +105,9 @@ def test_a_site_follows_the_operators_guide(machine: SiteMachine) -> None:
         machine.shell(line, cwd=str(REPOSITORY))
     assert machine.run("multiverse", "--help").stdout
     own = {path: path.read_text() for path in (machine.top / "etc/slurm").iterdir()}
+    editor = machine.top / "usr/local/bin/editor"
+    editor.write_text(EDITOR)
+    editor.chmod(0o755)
     machine.shell(settings)
     machine.shell(image)
     machine.shell(render)
