@@ -211,7 +211,7 @@ def test_a_change_of_the_settings_is_found_and_rendered(machine: SiteMachine) ->
     settings = machine.top / "etc/multiverse/multiverse.toml"
     settings.write_text(settings.read_text().replace("cores = 8", "cores = 9"))
     assert not {name for name, each in check(machine).items() if each["level"] == "problem"}, "no file has the CPUs"
-    settings.write_text(settings.read_text() + "\n[image]\ntmp_disk = 12000\n")
+    settings.write_text(settings.read_text().replace("[image]", "[image]\ntmp_disk = 12000", 1))
     found = {name for name, each in check(machine).items() if each["level"] == "problem"}
     assert found == {"/etc/slurm/multiverse_site.lua"}
     changed = machine.top / "etc/systemd/system/multiverse.service"
