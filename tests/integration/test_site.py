@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import tempfile
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,52 +12,17 @@ from typing import Any
 import pytest
 
 from multiverse.drivers.slurm.site import requirements
-from tests.integration.images import IMAGES, slim
+from tests.integration.guided_site import blocks, follow_install, guided_site
 from tests.integration.site_machine import ADA_UID, JOB_SUBMIT, SLURM_UID, SiteMachine
-from tests.integration.watch import matching, release, until
+from tests.integration.watch import release, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
-
-REPOSITORY = Path(__file__).parents[2]
-OPERATIONS = REPOSITORY / "docs/operations.md"
-
-
-EDITOR = """#!/bin/sh
-# What an administrator changes in the example.
-sed -i -e 's/^name = .*/name = "vmhost1"/' -e 's/^cores = [0-9]*/cores = 8/' -e 's/^memory = [0-9]*/memory = 16384/' \\
-    -e 's/^#names = /names = /' "$1"
-"""
-
-
-def blocks() -> list[str]:
-    """The commands that a site types, block by block."""
-    section = OPERATIONS.read_text().partition("### With pip, and by hand\n")[2].partition("\n### ")[0]
-    return [textwrap.dedent(block) for block in re.findall(r"^ *```sh\n(.*?)^ *```$", section, re.M | re.S)]
 
 
 @pytest.fixture(scope="module")
 def machine(accelerator: Path) -> Iterator[SiteMachine]:
-    slim()
-    top = Path(tempfile.mkdtemp(prefix="mvsite-"))
-    top.chmod(0o755)
-    made = SiteMachine(top, IMAGES)
-    try:
-        (top / "var/lib/multiverse").mkdir(parents=True)
-        shutil.copy(accelerator, top / "var/lib/multiverse")
-        (top / "var/lib/multiverse" / accelerator.name).chmod(0o600)
-        made.start()
+    with guided_site(accelerator) as made:
         yield made
-    finally:
-        made.end()
-        remove_cgroups(top)
-        shutil.rmtree(top)
-
-
-def remove_cgroups(top: Path) -> None:
-    """The control groups of VMs are outside of the machine."""
-    for vm in (top / "var/lib/multiverse/vms").glob("mv*"):
-        for group in matching(Path("/sys/fs/cgroup"), f"**/multiverse/{vm.name}"):
-            group.rmdir()
 
 
 def check(machine: SiteMachine) -> dict[str, dict[str, Any]]:
@@ -98,16 +60,9 @@ def follow(machine: SiteMachine, remedies: list[str]) -> None:
 
 def test_a_site_follows_the_operators_guide(machine: SiteMachine) -> None:
     install, settings, image, render, ask, start = blocks()
-    for line in install.splitlines():
-        if "pip install" in line:
-            machine.provide_packages()
-            line = f"PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 {line}"
-        machine.shell(line, cwd=str(REPOSITORY))
+    follow_install(machine, install)
     assert machine.run("multiverse", "--help").stdout
     own = {path: path.read_text() for path in (machine.top / "etc/slurm").iterdir()}
-    editor = machine.top / "usr/local/bin/editor"
-    editor.write_text(EDITOR)
-    editor.chmod(0o755)
     machine.shell(settings)
     machine.shell(image)
     machine.shell(render)

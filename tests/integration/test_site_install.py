@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.images import IMAGES, slim
+from tests.integration.guided_site import blocks, follow_install, guided_site
 from tests.integration.site_machine import ADA_UID, SiteMachine
-from tests.integration.test_site import blocks, remove_cgroups
 from tests.integration.watch import until
 
 pytestmark = [
@@ -21,33 +18,15 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
 ]
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def machine(accelerator: Path) -> Iterator[SiteMachine]:
     """A site's machine, on which Multiverse is installed from its wheel, has settings, and nothing else."""
-    slim()
-    top = Path(tempfile.mkdtemp(prefix="mvsite-"))
-    top.chmod(0o755)
-    made = SiteMachine(top, IMAGES)
-    try:
-        (top / "var/lib/multiverse").mkdir(parents=True)
-        shutil.copy(accelerator, top / "var/lib/multiverse")
-        (top / "var/lib/multiverse" / accelerator.name).chmod(0o600)
-        made.start()
+    with guided_site(accelerator) as made:
         install, settings, *_ = blocks()
-        for line in install.splitlines():
-            if "pip install" in line:
-                made.provide_packages()
-                line = f"PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 {line}"
-            made.shell(line, cwd=str(REPOSITORY))
+        follow_install(made, install)
         made.shell(settings)
         yield made
-    finally:
-        made.end()
-        remove_cgroups(top)
-        shutil.rmtree(top)
 
 
 def files(machine: SiteMachine) -> dict[str, str]:
