@@ -94,7 +94,9 @@ def plan_preemption(context: Context, limits: EvictionLimits, passed_over: int =
     if not needs or room.copy().place(waiting.request.nodes, needs, hosts=may) is not None:
         return []
     why = Why.PREEMPTED(job=job.ref.job_id, by=job.preempt_class)
-    running = may_give_way(context, job.preempt_class)[passed_over : passed_over + CONSIDERED]
+    running = [context.scheduler.jobs[job_id] for job_id in may_give_way(context, job.preempt_class)]
+    running.sort(key=lambda one: -one.ref.submitted)
+    running = running[passed_over : passed_over + CONSIDERED]
     candidates = _candidates(context, running, needs, limits)
     for tries in range(1, _TRIES + 1):
         if not (chosen := _cheapest(room.copy(), waiting, needs, candidates)):
@@ -165,11 +167,10 @@ def _room_without(context: Context, gone: set[Key]) -> Room:
     return room
 
 
-def may_give_way(context: Context, urgent: str) -> list[Job]:
-    """The running jobs that may be preempted by a job of this class, the latest first."""
+def may_give_way(context: Context, urgent: str) -> list[str]:
+    """The running jobs that may be preempted by a job of this class, by id."""
     rules = context.scheduler.preemption
-    running = context.scheduler.running_in(rules.takes.get(urgent, ())) if rules is not None else ()
-    return sorted((context.scheduler.jobs[job_id] for job_id in running), key=lambda job: -job.ref.submitted)
+    return context.scheduler.running_in(rules.takes.get(urgent, ())) if rules is not None else []
 
 
 def _candidates(
