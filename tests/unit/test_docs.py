@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.integration.options import GROUPS, JOBS
 
 ROOT = Path(__file__).parent.parent.parent
+DECISIONS = ROOT / "docs/decisions"
 
 
 def test_the_diagrams_are_drawn_from_the_tables() -> None:
@@ -94,6 +95,49 @@ def test_links_between_pages_have_a_target() -> None:
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_link_to_a_decision_resolves_with_its_anchor() -> None:
+    pages = {page.resolve(): page.read_text() for page in DECISIONS.glob("*.md")}
+    anchors = {page: set(re.findall(r'<a id="([^"]+)"></a>', text)) for page, text in pages.items()}
+    found = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for name, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", page.read_text()):
+            target = (page.parent / name).resolve() if name else page.resolve()
+            if target.parent == DECISIONS:
+                found += 1
+                assert anchor in anchors.get(target, ()), f"{page.relative_to(ROOT)}: {name}#{anchor}"
+    for path in code_that_names_decisions():
+        for name, anchor in re.findall(r"docs/decisions/([\w-]+\.md)(?:#(\w+))?", path.read_text()):
+            found += 1
+            assert not anchor or anchor in anchors[DECISIONS / name], f"{path.relative_to(ROOT)}: {name}#{anchor}"
+            assert (DECISIONS / name).exists(), f"{path.relative_to(ROOT)}: {name}"
+    assert found > 300
+
+
+def test_the_index_of_decisions_finds_each_page_and_each_number() -> None:
+    index = (DECISIONS / "index.md").read_text()
+    pages = {page.name: page.read_text() for page in DECISIONS.glob("[a-z]*.md") if page.name != "index.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == set(pages)
+    sections = {int(number): page for page, text in pages.items() for number in re.findall(r'<a id="d(\d{4})">', text)}
+    listed = re.findall(r"^\| (\d+) \| \[.*\]\(([\w-]+\.md)#d(\d{4})\) \|", index, re.M)
+    assert {int(number): page for number, page, anchor in listed if int(number) == int(anchor)} == sections
+    unfolded = {int(page.name[:4]) for page in DECISIONS.glob("[0-9]*.md")}  # new, in no page yet
+    for path in [*code_that_names_decisions(), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for numbers in re.findall(r"\b[Dd]ecisions? (\d+(?:(?:,| and| to)\s+\d+)*)", path.read_text()):
+            assert {int(number) for number in re.findall(r"\d+", numbers)} <= {*sections, *unfolded}, (path, numbers)
+
+
+def test_every_page_of_decisions_says_its_status() -> None:
+    for page in DECISIONS.glob("[a-z]*.md"):
+        if page.name != "index.md":
+            assert re.match(r"# .+\n\n\*\*Status:\*\* (in force|replaced by)", page.read_text()), page.name
+
+
+def code_that_names_decisions() -> list[Path]:
+    folders = ("src", "tests", "scripts", "spank", "packaging")
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return [path for path in files if path.suffix in {".py", ".c", ".h", ".lua", ".sh", ".toml", ".md", ""}]
 
 
 def test_every_command_that_the_pages_name_exists() -> None:
