@@ -2,7 +2,7 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: spank help setup demo demo-preempt soak test lint unit beside unit-beside histories isolated on-lab images integration test-slow test-trixie mutants packages packages-check docs clean
+.PHONY: spank help setup demo demo-preempt soak test lint unit beside unit-beside histories isolated on-lab images integration test-slow test-trixie mutants packages packages-check docs docs-site clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
@@ -17,6 +17,7 @@ help:
 	@echo "make setup      install packages and the Python environment only, for development; not on a site's machine"
 	@echo "make packages   Debian packages for 12 and 13, RPMs and wheels, into dist/ (root); packages-check also compares two builds"
 	@echo "make docs       generate the state diagrams, docs/options.md, docs/settings.md, docs/api.*, the manual pages and the shells' completion"
+	@echo "make docs-site  the documentation as a site with search, and each page as plain text, in var/site: open var/site/index.html"
 
 setup:
 	@scripts/setup
@@ -74,7 +75,7 @@ INTEGRATION := pytest tests/contract tests/integration -m "integration and not s
 # come those that make labs of their own, a simulated site, simulated drivers, a site in namespaces or an emulated machine.
 ISOLATED := $(addprefix tests/integration/,$(addsuffix .py,test_web_page test_site test_virtual_functions test_hosts test_live_moves \
 	test_leases test_overflow test_strangers test_job_access test_job_ends test_job_row test_job_vms_mpi test_job_vms_nodes \
-	test_job_vms_scenarios test_save_command test_saved_trouble test_sleeping_jobs))
+	test_job_vms_scenarios test_save_command test_saved_trouble test_sleeping_jobs test_docs_site))
 
 integration: spank
 	$(INTEGRATION)
@@ -107,6 +108,9 @@ docs: setup
 	python scripts/options
 	python scripts/commands
 	python scripts/settings
+
+docs-site: setup
+	mkdocs build --strict
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis var mutants dist

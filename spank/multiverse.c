@@ -10,7 +10,7 @@
  * which a node gets from its agent, after Slurm has loaded this plugin there for a test.
  *
  * Other jobs pay the look-up of one file. No hook starts a process or holds a lock, no failure here drains a node, and
- * each wait has a limit. See docs/decisions/0057-vms-inside-a-job.md.
+ * each wait has a limit. See docs/decisions/vms-inside-jobs.md#d0057.
  */
 #define _GNU_SOURCE
 #include "client.h"

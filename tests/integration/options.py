@@ -599,7 +599,7 @@ GROUPS = (
             honoured(
                 "--signal",
                 "sent to the script or its steps; lost if it comes before the script has begun, as on any node, but"
-                " with short time limits more often (see [operations](operations.md#when-something-is-wrong))",
+                " with short time limits more often (see [operate](operate.md#by-symptom))",
                 "signal",
                 "signalled",
             ),

@@ -1,4 +1,4 @@
-"""What a key may do that is in authorized_keys as docs/operations.md says: on a real sshd, over a pipe."""
+"""What a key may do that is in authorized_keys as docs/hosts.md says: on a real sshd, over a pipe."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def connect(tmp_path: Path) -> list[str]:
     settings.write_text(f'[agent]\nsocket = "{tmp_path}/agent.sock"\n[qemu]\nimages = "{tmp_path}/images"\n')
     for key in ("key", "host_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(at / key)], check=True)
-    found = DOCUMENTED.search((Path(__file__).parents[2] / "docs/operations.md").read_text())
+    found = DOCUMENTED.search((Path(__file__).parents[2] / "docs/hosts.md").read_text())
     assert found is not None
     program = f"{sys.executable} -c 'import multiverse.cli.main as m; m.main()'"
     forced = found[1].replace("multiverse agent", f"{program} agent --config {settings}")

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.integration.options import GROUPS, JOBS
 
@@ -151,3 +152,24 @@ def test_every_command_that_the_pages_name_exists() -> None:
         for verb, sub in re.findall(r"`?multiverse ([a-z]+)(?: ([a-z][a-z-]*))?", page.read_text()):
             if verb in verbs and hasattr(verbs[verb], "commands") and sub:
                 assert sub in verbs[verb].commands, f"{page.name}: multiverse {verb} {sub}"
+
+
+def test_commands_have_the_options_that_the_pages_give_them() -> None:
+    from typer.main import get_command
+
+    from multiverse.cli.commands import build
+
+    command: Any = get_command(build())
+    seen = 0
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = re.sub(r"(['\"])[^'\"`\n]*\1", "TEXT", page.read_text())  # what it quotes has options of its own
+        for line in re.findall(r"(?:^ *|`)(multiverse [^`#;|\n]*)", text, re.MULTILINE):
+            node, names = command, {"--help"}
+            for word in [*line.split()[1:], ""]:
+                names |= {name for one in node.params for name in (*one.opts, *one.secondary_opts)}
+                if (node := getattr(node, "commands", {}).get(word)) is None:
+                    break
+            given = re.findall(r"(?<![\w-])--[a-z][a-z-]*", line)
+            assert not set(given) - names, f"{page.name}: {line}"
+            seen += len(given)
+    assert seen > 100

@@ -171,7 +171,7 @@ def _clients(settings: Settings, release: requirements.Version) -> Iterator[Find
             client.name,
             f"after a restart of slurmctld, Slurm {release} does not tell users on this machine where the VMs of "
             "running jobs are: srun --jobid, salloc and sattach do not reach these",
-            "if users log in here, put this line into /etc/profile.d/multiverse.sh, and see docs/operations.md: "
+            "if users log in here, put this line into /etc/profile.d/multiverse.sh, and see docs/slurm.md: "
             f'[ "$(id -u)" = 0 ] || export SLURM_CONF={client}',
         )
 

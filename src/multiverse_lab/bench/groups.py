@@ -1,4 +1,4 @@
-"""What it takes that all VMs of one user reach each other (docs/decisions/0091-vms-that-reach-each-other.md).
+"""What it takes that all VMs of one user reach each other (docs/decisions/network.md#d0091).
 
     python -m multiverse_lab.bench.groups [--vms 125 250 500] [--hosts 10]
 

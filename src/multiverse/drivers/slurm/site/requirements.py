@@ -142,7 +142,7 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         yield _problem(
             "GresTypes",
             f"Slurm knows no GRES {gres}, by which it is to count virtual functions (job_vms.sriov_gres)",
-            f"add {gres} to GresTypes, and to gres.conf and the nodes: see docs/operations.md",
+            f"add {gres} to GresTypes, and to gres.conf and the nodes: see docs/job-vms.md",
             f"GresTypes={gres}",
         )
     feature = settings.job_vms.feature
