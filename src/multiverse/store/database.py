@@ -475,9 +475,7 @@ class Transaction:
         for claim in move.make:
             size = claim.size
             held = {"cpus": size.cpus, "memory": size.memory, "disk": size.disk, "net": size.net}
-            self._store._run(
-                _CLAIM, {"kind": claim.owner.kind, "id": claim.owner.id, "domain": claim.domain, **held}
-            )
+            self._store._run(_CLAIM, {"kind": claim.owner.kind, "id": claim.owner.id, "domain": claim.domain, **held})
 
     def _apply(self, change: Change) -> None:
         row, s = change.row, self._store

@@ -647,7 +647,10 @@ class Cluster:
 
     def _uses(self, job: JobRecord) -> dict[str, int]:
         """How much a job takes of each limit while it runs."""
-        batch, array = job.batch, job.job_id.partition(self.separator)[0]
+        batch = job.batch
+        if not self._is_limited(job):
+            return {}
+        array = job.job_id.partition(self.separator)[0]
         limits = (
             (self.settings.max_jobs, f"jobs of {batch.uid}", 1),
             (self.settings.max_cpus, f"CPUs of {batch.uid}", batch.nodes * batch.size.cpus),
@@ -658,16 +661,18 @@ class Cluster:
     def limits_left(self) -> Counter[str]:
         """How much is left of each limit beside the running jobs."""
         left: Counter[str] = Counter()
-        for job in self.jobs.values():
-            if not (self.settings.max_jobs or self.settings.max_cpus or job.batch.at_most):
-                continue
+        limited = [job for job in self.jobs.values() if self._is_limited(job)]
+        for job in limited:
             most = {"jobs": self.settings.max_jobs, "CPUs": self.settings.max_cpus, "array": job.batch.at_most}
             for limit in self._uses(job):
                 left.setdefault(limit, most[limit.partition(" ")[0]])
-        for job in self._live():
-            if uses := self._uses(job):
-                left.subtract(uses)
+        for job in limited:
+            if job.state in LIVE:
+                left.subtract(self._uses(job))
         return left
+
+    def _is_limited(self, job: JobRecord) -> bool:
+        return bool(self.settings.max_jobs or self.settings.max_cpus or job.batch.at_most)
 
     def _live(self) -> list[JobRecord]:
         return [job for job in self.jobs.values() if job.state in LIVE]
