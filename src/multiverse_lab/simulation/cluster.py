@@ -753,20 +753,34 @@ class Cluster:
         for node in [node for node in self.nodes.values() if node.silent is not None]:
             if node.silent is not None and now - node.silent >= self.settings.node_timeout:
                 self.set_down(node.name, "Not responding")
-        for job in [job for job in self.jobs.values() if job.state is JobState.ENDED and job.ended <= now]:
+        forgotten, overdue, pinned, at_origin = self._due(now)
+        for job in forgotten:
             del self.jobs[job.job_id]
-        for job in [job for job in self._live() if job.state is JobState.RUNNING and job.runs_until < now]:
+        for job in overdue:
             self._stop(job, "TIMEOUT")
-        for job in self._pending(lambda job: job.pin is not None):
+        for job in sorted(pinned, key=self._order):
             self._try(job)
-        for job in self._pending(lambda job: job.at_origin):
+        for job in sorted(at_origin, key=self._order):
             if self._eligible(job) and not self._kept(job):
                 self._try_physical(job)
 
-    def _pending(self, which: Callable[[JobRecord], bool]) -> list[JobRecord]:
-        """Such jobs that wait, in the order of the queue."""
-        waiting = [job for job in self.jobs.values() if job.state is JobState.PENDING and which(job)]
-        return sorted(waiting, key=self._order)
+    def _due(self, now: float) -> tuple[list[JobRecord], list[JobRecord], list[JobRecord], list[JobRecord]]:
+        """The jobs to forget, those beyond their time limits, and those that wait with a pin and for physical nodes.
+        One look at all jobs: there may be many thousands, and it is taken each second."""
+        forgotten, overdue, pinned, at_origin = [], [], [], []
+        running, pending, ended = JobState.RUNNING, JobState.PENDING, JobState.ENDED
+        for job in self.jobs.values():
+            if (state := job.state) is running:
+                if job.runs_until < now:
+                    overdue.append(job)
+            elif state is pending:
+                if job.pin is not None:
+                    pinned.append(job)
+                if job.at_origin:
+                    at_origin.append(job)
+            elif state is ended and job.ended <= now:
+                forgotten.append(job)
+        return forgotten, overdue, pinned, at_origin
 
     def _try_physical(self, job: JobRecord) -> None:
         """Start a job on physical nodes if enough are free, in the order of the queue."""
