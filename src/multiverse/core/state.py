@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from multiverse.core.capacity_index import CapacityIndex, SlotTable, Touched
+from multiverse.core.copies import replaced
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, RowKind
 from multiverse.core.model.eviction import Step
@@ -135,10 +136,10 @@ class State(LiveRows):
             if not self.tables.allowed(row.key.kind, source, change.event, row.state):
                 raise Broken(f"{row.key}: its table has no transition {source} --{change.event}--> {row.state}")
             if source != row.state:
-                row = replace(row, since=self.now)
-            stamped.append(replace(change, row=row))
+                row = replaced(row, since=self.now)
+            stamped.append(Change(row, change.event, change.reason))
         for change in stamped:
-            self._change(replace(change.row, version=change.row.version + 1))
+            self._change(replaced(change.row, version=change.row.version + 1))
         made, freed = tuple(make), tuple(key for key in free if key in self.claims)
         for key in freed:
             self._set_claim(key, None)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from pydantic import TypeAdapter
 
+from multiverse.core.copies import replaced
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import Key, RowKind, Size
@@ -106,18 +108,23 @@ def _body(row: Row) -> str:
 def _plain(value: object) -> object:
     """A value for JSON; of a reason, without what is empty. (`asdict` copies everything first, and is slow.)"""
     kind: Any = type(value)
-    names = _field_names(kind)
-    if kind is Reason:
-        return {name: found for name in names if (found := getattr(value, name))}
-    return {name: getattr(value, name) for name in names} if names else str(value)
+    names, read = _fields_of(kind)
+    if not names:
+        return str(value)
+    found = zip(names, read(value), strict=True)
+    return {name: one for name, one in found if one} if kind is Reason else dict(found)
 
 
 _JSON = json.JSONEncoder(default=_plain)
 
 
 @cache
-def _field_names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+def _fields_of(kind: type[Any]) -> tuple[tuple[str, ...], Callable[[object], tuple[object, ...]]]:
+    """The names of a dataclass's fields, and what reads them; no names for another class."""
+    names = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    if len(names) < 2:
+        return names, lambda value: tuple(getattr(value, name) for name in names)
+    return names, attrgetter(*names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,7 +498,7 @@ class Transaction:
             raise StoreConflict(f"{row.key} does not exist, the move was made for version {row.version}")
         if not s._tables.allowed(kind, source, change.event, row.state):
             raise StoreConflict(f"{row.key}: no transition {source} --{change.event}--> {row.state} in its table")
-        written = replace(row, version=row.version + 1)
+        written = replaced(row, version=row.version + 1)
         live = written.state not in TERMINAL
         values: dict[str, Any] = {
             "id": row.id,
