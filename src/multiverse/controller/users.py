@@ -58,10 +58,16 @@ class UserDirectory:
     ) -> None:
         self._find, self._clock, self._changed, self._known = find, clock, changed, known
         self._entries: dict[int, _Inquiry] = {}
+        self._seen: Mapping[int, UserSeen] | None = None  # as told last; None: that has changed since
 
     def seen(self) -> Mapping[int, UserSeen]:
-        """What is known of users; a user that is missing is unknown."""
-        return {uid: entry.seen for uid, entry in self._entries.items() if entry.seen is not None}
+        """What is known of users; a user that is missing is unknown. The same object while nothing has changed."""
+        if self._seen is None:
+            self._seen = {uid: entry.seen for uid, entry in self._entries.items() if entry.seen is not None}
+        return self._seen
+
+    def _note(self, entry: _Inquiry, seen: UserSeen | None) -> None:
+        entry.seen, self._seen = seen, None
 
     def name(self, uid: int) -> str:
         """The user's name as it was answered last; the uid while nobody has asked for it."""
@@ -92,7 +98,8 @@ class UserDirectory:
         """Take an answer as of now, for a caller that has it already."""
         now = self._clock.now()
         entry = self._entries.setdefault(user.uid, _Inquiry())
-        entry.user, entry.answered, entry.seen = user, now, UserSeen(True, now, now)
+        entry.user, entry.answered = user, now
+        self._note(entry, UserSeen(True, now, now))
 
     async def user(self, uid: int) -> User:
         """The user, for a guest. Raises `Refused` if there surely is none, `Unknown` if nobody can tell."""
@@ -111,14 +118,16 @@ class UserDirectory:
             async with asyncio.timeout(TIMEOUT):
                 user = await self._find(uid)
         except Gone as error:
-            entry.user, entry.seen = None, UserSeen(False, began, self._clock.now(), error.message)
+            entry.user = None
+            self._note(entry, UserSeen(False, began, self._clock.now(), error.message))
             self._succeeded(entry)
         except Exception as error:  # a defect of the driver too: nothing is known of the user
             self._failed(uid, entry, began, error)
         else:
             was_known = entry.seen is not None and entry.seen.exists
             since = entry.seen.since if entry.seen and was_known else self._clock.now()
-            entry.user, entry.answered, entry.seen = user, began, UserSeen(True, began, since)
+            entry.user, entry.answered = user, began
+            self._note(entry, UserSeen(True, began, since))
             self._succeeded(entry)
             if not was_known:
                 self._known()
@@ -136,7 +145,8 @@ class UserDirectory:
         if reason != entry.reason:
             log.warning("user not looked up", uid=uid, reason=reason, exc_info=not expected)
         if entry.user is None or began - entry.answered > KEPT:
-            entry.user = entry.seen = None
+            entry.user = None
+            self._note(entry, None)
         entry.failing_since = began if entry.failing_since is None else entry.failing_since
         entry.reason, entry.failures = reason, entry.failures + 1
         entry.again_at = self._clock.now() + min(AGAIN_LIMIT, AGAIN * 2.0 ** min(entry.failures - 1, 8))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from math import inf
+from operator import attrgetter
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -289,6 +290,7 @@ class CapacityIndex:
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}  # in sight
+        self.came_and_went = 0  # how often a host did
         self.free: dict[str, Free] = {}
         self.stale: set[str] = set()
         self.tentative: set[str] = set()  # hosts from which a room has taken what is not claimed yet
@@ -318,7 +320,8 @@ class CapacityIndex:
         old = self.hosts.get(host.name)
         if old is not host:
             self.hosts[host.name] = host
-            if old is None or shape_of(host) != shape_of(old):
+            self.came_and_went += old is None
+            if old is None or SHAPE(host) != SHAPE(old):
                 self._classify(host)
             self.stale.add(host.name)
         elif host.overcommit.memory > 1:  # what its VMs hold may have changed
@@ -326,6 +329,7 @@ class CapacityIndex:
 
     def hide(self, name: str) -> None:
         if self.hosts.pop(name, None) is not None:
+            self.came_and_went += 1
             self._leave_class(name)
             for names in (self.stale, self.tight, self.full):
                 names.discard(name)
@@ -410,22 +414,15 @@ class CapacityIndex:
         return found
 
 
+SHAPE = attrgetter(
+    "capacity", "abilities", "machine", "template_copies", "memory_block", "vm_overhead", "overcommit", "images",
+    "disks", "storage", "copies", "moves",
+)  # fmt: skip
+"""What equal hosts have in common. Equal shapes mean equal sizes, claims and abilities."""
+
+
 def shape_of(host: Host) -> Hashable:
-    """What equal hosts have in common. Equal shapes mean equal sizes, claims and abilities."""
-    return (
-        host.capacity,
-        host.abilities,
-        host.machine,
-        host.template_copies,
-        host.memory_block,
-        host.vm_overhead,
-        host.overcommit,
-        frozenset(host.images.items()),
-        frozenset(host.disks.items()),
-        host.storage,
-        host.copies,
-        host.moves,
-    )
+    return tuple(frozenset(one.items()) if isinstance(one, Mapping) else one for one in SHAPE(host))
 
 
 # --- when hosts will have room ----------------------------------------------------------------------

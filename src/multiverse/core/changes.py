@@ -86,10 +86,12 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
         _note_unexplained(state, "", compared.nodes, world.scheduler.value.nodes)
         _mark_deleted(state, compared.nodes, world.scheduler.value.nodes)
         compared.scheduler, compared.nodes = world.scheduler, world.scheduler.value.nodes
-    users = {uid: (user.exists, user.since) for uid, user in world.users.items()} if world.users is not None else None
-    if users != compared.users:
-        state.queue.consider_users_again()
-        compared.users = users
+    if world.users is not compared.seen_users:
+        seen = world.users
+        users = {uid: (user.exists, user.since) for uid, user in seen.items()} if seen is not None else None
+        if users != compared.users:
+            state.queue.consider_users_again()
+        compared.users, compared.seen_users = users, seen
     anew = world.sources.keys() | compared.sources.keys() if world.anew is None else world.anew
     for name in sorted(anew):
         if (observation := world.sources.get(name)) is not None:
@@ -213,9 +215,9 @@ def _know_hosts(state: State, compared: Compared) -> None:
     """Keep every host in sight as observed last, and its source; not its load, which changes all the time."""
     for name in sorted(compared.unlearned):
         if (host := state.free.hosts.get(name)) is not None:
-            steady = replace(host, available=0, available_disk=None, storage_free=None, load=None, numa=())
-            known = state.hosts.get(name) or KnownHost(name, "")
-            state.know_host(replace(known, source=max(compared.showing[name]), value=steady))
+            known, source = state.hosts.get(name), max(compared.showing[name])
+            if known is None or known.value is None or known.source != source or not known.value.lasts_as(host):
+                state.know_host(replace(known or KnownHost(name, ""), source=source, value=host.lasting()))
     compared.unlearned.clear()
 
 
@@ -243,7 +245,7 @@ def close_hosts(state: State, world: World) -> None:
     closed |= {host.name for host in state.hosts_in(*OFF_STATES)}
     closed |= {vm.host for vm in state.vms_in(VmState.DELAYED)}  # what is free there is for these
     closed |= {lease.name for lease in state.leases.values() if lease.state not in OPEN_LEASES}
-    closed |= state.free.hosts.keys() - state.hosts.keys()  # its lease has ended in this pass
+    closed |= state.unknown_in_sight()  # its lease has ended in this pass
     state.close_hosts(frozenset(closed), frozenset(state.drains.keys() - closed))
 
 

@@ -141,6 +141,11 @@ class Queue:
             self._put_back(id_)
             self.candidates.put(id_, self._waiting[id_][1].rank)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to decide and nobody to be told why."""
+        return not (self.candidates or self.unfit or self.unchecked or self.unknown_users)
+
     def take_unchecked(self) -> list[int]:
         """The attempts that are to be checked, by number. They count as checked from here on."""
         ids = sorted(self.unchecked)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from multiverse.core.model.basics import ClaimKey, Key, RowKind, Size
 from multiverse.core.model.host import Claim, Host, HostFault, KnownHost
+from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, AttemptState, Lease, LeasedHost, LeaseState, Node, SchedulerView
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.saved import Saved
@@ -209,6 +210,7 @@ class Compared:
     suspended: dict[str, float] = field(default_factory=dict)  # jobs, and since when they have been shown as that
     saved_at: float = -inf  # when all saved jobs were looked at last
     users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
+    seen_users: Mapping[int, UserSeen] | None = None  # the observation of these
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,15 @@ A pass costs its moves, not all rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from multiverse.core.capacity_index import CapacityIndex, SlotTable, Touched
+from multiverse.core.copies import replaced
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model.basics import ClaimKey, CloneKind, Key
+from multiverse.core.model.basics import ClaimKey, CloneKind, Key, RowKind
 from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import Claim, Drain, HostState, KnownHost
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, JobRef, Lease, Request
@@ -48,6 +49,7 @@ class State(LiveRows):
         self.host_changes = 0  # rises when a host's row changes
         self.closed: frozenset[str] = frozenset()  # hosts that take no new VM: off, removed or drained
         self.closing: frozenset[str] = frozenset()  # hosts that are to be drained later
+        self._unknown_at, self._unknown = (-1, -1), set[str]()  # see `unknown_in_sight`
         # Indexes, which every change of a row keeps.
         self._indexes = RowIndexes()
         self._idle_templates: set[int] = set()  # see `idle_templates`; keys in `_perhaps_idle` are not decided
@@ -134,10 +136,10 @@ class State(LiveRows):
             if not self.tables.allowed(row.key.kind, source, change.event, row.state):
                 raise Broken(f"{row.key}: its table has no transition {source} --{change.event}--> {row.state}")
             if source != row.state:
-                row = replace(row, since=self.now)
-            stamped.append(replace(change, row=row))
+                row = replaced(row, since=self.now)
+            stamped.append(Change(row, change.event, change.reason))
         for change in stamped:
-            self._change(replace(change.row, version=change.row.version + 1))
+            self._change(replaced(change.row, version=change.row.version + 1))
         made, freed = tuple(make), tuple(key for key in free if key in self.claims)
         for key in freed:
             self._set_claim(key, None)
@@ -335,8 +337,12 @@ class State(LiveRows):
 
     # --- questions ---------------------------------------------------------------------------------
 
+    def _in(self, kind: RowKind, states: Iterable[object]) -> list[int]:
+        ids = self._indexes.by_state.ids
+        return sorted(id_ for state in states for id_ in ids((kind, state)))
+
     def attempts_in(self, *states: AttemptState) -> list[Attempt]:
-        return [self.attempts[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["attempt", s])]
+        return [self.attempts[id_] for id_ in self._in("attempt", states)]
 
     def attempts_of_job(self, job: JobRef | str) -> list[Attempt]:
         """The attempts of one run of a job, or of all runs of a job id, by number."""
@@ -346,7 +352,7 @@ class State(LiveRows):
         return job in self._indexes.by_job
 
     def vms_in(self, *states: VmState) -> list[Vm]:
-        return [self.vms[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["vm", s])]
+        return [self.vms[id_] for id_ in self._in("vm", states)]
 
     def vms_of(self, attempt: Attempt) -> list[Vm]:
         """The attempt's live VMs, also while they are released, but not once only a node is left."""
@@ -357,7 +363,7 @@ class State(LiveRows):
         return [self.vms[id_] for id_ in self._indexes.vms_by_job[job_id]]
 
     def saved_in(self, *states: SavedState) -> list[Saved]:
-        return [self.saved[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["saved", s])]
+        return [self.saved[id_] for id_ in self._in("saved", states)]
 
     def saved_of(self, vm: Vm) -> list[Saved]:
         """What is being saved of a VM, or was saved of it and is not discarded yet."""
@@ -456,7 +462,7 @@ class State(LiveRows):
         return [self.templates[id_] for id_ in self._indexes.templates_by_key[host]]
 
     def templates_in(self, *states: TemplateState) -> list[Template]:
-        return [self.templates[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["template", s])]
+        return [self.templates[id_] for id_ in self._in("template", states)]
 
     def serves_from(self, which: TemplateKey) -> bool:
         """Whether a VM was, or is about to be, forked from the template, other than spares, which go with it."""
@@ -476,8 +482,13 @@ class State(LiveRows):
         return self.hosts.get(self._host_names.get(number, ""))
 
     def hosts_in(self, *states: HostState) -> list[KnownHost]:
-        ids = sorted(i for s in states for i in self._indexes.by_state["host", s])
-        return [self.hosts[self._host_names[id_]] for id_ in ids]
+        return [self.hosts[self._host_names[id_]] for id_ in self._in("host", states)]
+
+    def unknown_in_sight(self) -> Set[str]:
+        """Hosts in sight without a row. Found anew only when hosts came or went."""
+        if (at := (self.host_changes, self.free.came_and_went)) != self._unknown_at:
+            self._unknown_at, self._unknown = at, self.free.hosts.keys() - self.hosts.keys()
+        return self._unknown
 
 
 @contextmanager

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from pydantic import TypeAdapter
 
+from multiverse.core.copies import replaced
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import Key, RowKind, Size
@@ -55,33 +58,39 @@ _COUNTERS: dict[RowKind, str] = {
 """An offer has the serial of its VM. The number of a host is one above those of the other hosts; that of a leased one
 is its lease's, made negative."""
 
-# What every pass executes is built once: SQLAlchemy takes longer to build and key a statement than SQLite to run it.
+# What only the opening of a database reads.
 _LIVE = {
     kind: sa.select(table.c.id, table.c.version, table.c.body).where(table.c.live).order_by(table.c.id)
     for kind, table in _TABLES.items()
 }
-_STATE = {
-    kind: sa.select(table.c.version, table.c.state).where(table.c.id == sa.bindparam("row"))
-    for kind, table in _TABLES.items()
-}
-_INSERT = {kind: table.insert() for kind, table in _TABLES.items()}
-_UPDATE = {kind: table.update().where(table.c.id == sa.bindparam("row")) for kind, table in _TABLES.items()}
-_COUNT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER), :next) WHERE key = :key")
-_LEAVE_OUT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER) + :number, :least) WHERE key = :key")
-_CLAIM = schema.claims.insert()
-_UNCLAIM = schema.claims.delete().where(
-    schema.claims.c.kind == sa.bindparam("owner"),
-    schema.claims.c.id == sa.bindparam("row"),
-    schema.claims.c.domain == sa.bindparam("where"),
-)
 _ALL_CLAIMS = sa.select(schema.claims).order_by(schema.claims.c.kind, schema.claims.c.id, schema.claims.c.domain)
 _ALL_META = sa.select(schema.meta)
-_KEEP_HOST = sa.text(
-    """INSERT INTO hosts (id, version, state, live, body, name) VALUES (:id, :version, :state, 1, :body, :name)
-       ON CONFLICT (id) DO UPDATE SET version = :version, state = :state, body = :body"""
-)
-_NOTE = schema.journal.insert()
-_ENDED = schema.ended.insert()
+_LEAVE_OUT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER) + :number, :least) WHERE key = :key")
+
+
+# What every pass executes is text for SQLite's driver, which keeps it prepared: SQLAlchemy takes ten times as long to
+# look a statement up as SQLite to run it.
+def _insert(table: sa.Table, *left_out: str) -> str:
+    names = [column.name for column in table.columns if column.name not in left_out]
+    return f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
+
+
+def _update(table: sa.Table) -> str:
+    names = [column.name for column in table.columns if column.name != "id"]
+    return f"UPDATE {table.name} SET {', '.join(f'{name} = :{name}' for name in names)} WHERE id = :id"
+
+
+_STATE = {kind: f"SELECT version, state FROM {table.name} WHERE id = ?" for kind, table in _TABLES.items()}
+_INSERT = {kind: _insert(table) for kind, table in _TABLES.items()}
+_UPDATE = {kind: _update(table) for kind, table in _TABLES.items()}
+_COUNT = "UPDATE meta SET value = MAX(CAST(value AS INTEGER), :next) WHERE key = :key"
+_PUT_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+_CLAIM = _insert(schema.claims)
+_UNCLAIM = "DELETE FROM claims WHERE kind = ? AND id = ? AND domain = ?"
+_KEEP_HOST = """INSERT INTO hosts (id, version, state, live, body, name) VALUES (:id, :version, :state, 1, :body, :name)
+                ON CONFLICT (id) DO UPDATE SET version = :version, state = :state, body = :body"""
+_NOTE = _insert(schema.journal, "seq")
+_ENDED = _insert(schema.ended)
 
 _ADAPTERS = {kind: TypeAdapter[Any](type_) for kind, (_, type_) in _KINDS.items()}
 
@@ -93,21 +102,29 @@ _SKIPPED = TypeAdapter(list[tuple[int, int]])
 def _body(row: Row) -> str:
     if isinstance(row, KnownHost):  # what was observed of a host has sets, too; it is seldom written
         return str(_ADAPTERS["host"].dump_json(row), "utf-8")
-    return json.dumps(row, default=_plain)
+    return _JSON.encode(row)
 
 
 def _plain(value: object) -> object:
     """A value for JSON; of a reason, without what is empty. (`asdict` copies everything first, and is slow.)"""
     kind: Any = type(value)
-    names = _field_names(kind)
-    if kind is Reason:
-        return {name: found for name in names if (found := getattr(value, name))}
-    return {name: getattr(value, name) for name in names} if names else str(value)
+    names, read = _fields_of(kind)
+    if not names:
+        return str(value)
+    found = zip(names, read(value), strict=True)
+    return {name: one for name, one in found if one} if kind is Reason else dict(found)
+
+
+_JSON = json.JSONEncoder(default=_plain)
 
 
 @cache
-def _field_names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+def _fields_of(kind: type[Any]) -> tuple[tuple[str, ...], Callable[[object], tuple[object, ...]]]:
+    """The names of a dataclass's fields, and what reads them; no names for another class."""
+    names = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    if len(names) < 2:
+        return names, lambda value: tuple(getattr(value, name) for name in names)
+    return names, attrgetter(*names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +247,7 @@ class Store:
     def _begin(self, *, adds: bool = False, borrows: bool = False, counted: bool = True) -> Iterator[None]:
         """Refused if it `adds` and the reserve is not whole. `borrows`: it may use the reserve."""
         try:
-            self._connection.exec_driver_sql("BEGIN IMMEDIATE")
+            self._driver().execute("BEGIN IMMEDIATE")
             self._open = True
             try:
                 if borrows:
@@ -240,16 +257,17 @@ class Store:
                 changed = self._changes() > before
                 if changed:
                     self._reserve.prepare(adds=adds)
-                self._connection.exec_driver_sql("COMMIT")
+                self._driver().execute("COMMIT")
                 self.commits += changed and counted
             except BaseException:
                 self._forget()
-                if self._connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
-                    self._connection.exec_driver_sql("ROLLBACK")
+                if self._driver().in_transaction:
+                    self._driver().execute("ROLLBACK")
                 self._reserve.forget()
                 raise
-        except sa.exc.OperationalError as error:
-            raise Exhausted(f"the database did not take it: {error.orig}", hint="is its disk full?") from error
+        except (sa.exc.OperationalError, sqlite3.OperationalError) as error:
+            why = error.orig if isinstance(error, sa.exc.OperationalError) else error
+            raise Exhausted(f"the database did not take it: {why}", hint="is its disk full?") from error
         finally:
             # The driver's transaction is over; SQLAlchemy's view of it must not stay open across passes.
             self._open = False
@@ -261,8 +279,11 @@ class Store:
         with self._begin(adds=adds):
             yield self._execute
 
+    def _driver(self) -> sqlite3.Connection:
+        return self._connection.connection.dbapi_connection  # type: ignore[return-value]
+
     def _changes(self) -> int:
-        return int(self._connection.connection.dbapi_connection.total_changes)  # type: ignore[union-attr]
+        return self._driver().total_changes
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -340,6 +361,9 @@ class Store:
     def _execute(self, statement: sa.Executable, values: Values | None = None) -> sa.CursorResult[Any]:
         return self._connection.execute(statement, values)
 
+    def _run(self, statement: str, values: Mapping[str, object] | tuple[object, ...]) -> sqlite3.Cursor:
+        return self._driver().execute(statement, values)
+
     def _meta(self, key: str) -> str:
         with self._reading():
             return str(self._connection.scalar(sa.select(schema.meta.c.value).where(schema.meta.c.key == key)))
@@ -355,7 +379,7 @@ class Store:
             self._put_meta("epoch", str(number))
 
     def _put_meta(self, key: str, value: str) -> None:
-        self._execute(sa.text("INSERT OR REPLACE INTO meta VALUES (:key, :value)").bindparams(key=key, value=value))
+        self._run(_PUT_META, (key, value))
 
     def _set_default(self, key: str, value: str) -> None:
         self._execute(sa.text("INSERT OR IGNORE INTO meta VALUES (:key, :value)").bindparams(key=key, value=value))
@@ -444,7 +468,7 @@ class Transaction:
         s = self._store
         s._active = None
         known = {"id": host.id, "version": host.version, "state": str(host.state), "name": host.name}
-        s._execute(_KEEP_HOST, {**known, "body": _body(host)})
+        s._run(_KEEP_HOST, {**known, "body": _body(host)})
         s._cache["host", host.id, host.version] = host
 
     def apply(self, move: Move) -> None:
@@ -452,32 +476,32 @@ class Transaction:
         self._begin()
         self._store._active = None
         for key in move.free:
-            self._store._execute(_UNCLAIM, {"owner": key.owner.kind, "row": key.owner.id, "where": key.domain})
+            self._store._run(_UNCLAIM, (key.owner.kind, key.owner.id, key.domain))
         for change in move.changes:
             self._apply(change)
         for claim in move.make:
             size = claim.size
             held = {"cpus": size.cpus, "memory": size.memory, "disk": size.disk, "net": size.net}
-            self._store._execute(
-                _CLAIM, {"kind": claim.owner.kind, "id": claim.owner.id, "domain": claim.domain, **held}
-            )
+            self._store._run(_CLAIM, {"kind": claim.owner.kind, "id": claim.owner.id, "domain": claim.domain, **held})
 
     def _apply(self, change: Change) -> None:
         row, s = change.row, self._store
         kind = row.key.kind
-        old = s._execute(_STATE[kind], {"row": row.id}).one_or_none()
+        old = s._run(_STATE[kind], (row.id,)).fetchone()
         source = None
         if old is not None:
-            if old.version != row.version:
-                raise StoreConflict(f"{row.key} has version {old.version}, the move was made for {row.version}")
-            source = type(row.state)(old.state)
+            version, state = old
+            if version != row.version:
+                raise StoreConflict(f"{row.key} has version {version}, the move was made for {row.version}")
+            source = type(row.state)(state)
         elif row.version != 0:
             raise StoreConflict(f"{row.key} does not exist, the move was made for version {row.version}")
         if not s._tables.allowed(kind, source, change.event, row.state):
             raise StoreConflict(f"{row.key}: no transition {source} --{change.event}--> {row.state} in its table")
-        written = replace(row, version=row.version + 1)
+        written = replaced(row, version=row.version + 1)
         live = written.state not in TERMINAL
         values: dict[str, Any] = {
+            "id": row.id,
             "version": written.version,
             "state": str(written.state),
             "live": live,
@@ -490,13 +514,13 @@ class Transaction:
         elif isinstance(written, KnownHost):
             values["name"] = written.name
         if old is None:
-            s._execute(_INSERT[kind], {"id": row.id, **values})
+            s._run(_INSERT[kind], values)
             if kind in _COUNTERS:
-                s._execute(_COUNT, {"next": row.id + 1, "key": _COUNTERS[kind]})
+                s._run(_COUNT, {"next": row.id + 1, "key": _COUNTERS[kind]})
         else:
-            s._execute(_UPDATE[kind], {"row": row.id, **values})
+            s._run(_UPDATE[kind], values)
         if not live:
-            s._execute(_ENDED, {"kind": kind, "id": row.id, "wall": s._clock.wall()})
+            s._run(_ENDED, {"kind": kind, "id": row.id, "wall": s._clock.wall()})
         s._cache.pop((kind, row.id, row.version), None)
         if live:
             s._cache[kind, row.id, written.version] = written
@@ -513,7 +537,7 @@ class Transaction:
     ) -> None:
         s = self._store
         attempt = row.id if isinstance(row, Attempt) else row.attempt if isinstance(row, Vm) else None
-        s._execute(
+        s._run(
             _NOTE,
             {
                 "boot": s._clock.boot_id(),
@@ -525,8 +549,8 @@ class Transaction:
                 "event": event,
                 "source": str(source) if source else None,
                 "target": str(target) if target else None,
-                "reason": json.dumps(reason, default=_plain) if reason else "",
-                "detail": json.dumps(detail),
+                "reason": _JSON.encode(reason) if reason else "",
+                "detail": _JSON.encode(detail),
             },
         )
 

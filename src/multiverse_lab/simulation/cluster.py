@@ -647,7 +647,10 @@ class Cluster:
 
     def _uses(self, job: JobRecord) -> dict[str, int]:
         """How much a job takes of each limit while it runs."""
-        batch, array = job.batch, job.job_id.partition(self.separator)[0]
+        batch = job.batch
+        if not self._is_limited(job):
+            return {}
+        array = job.job_id.partition(self.separator)[0]
         limits = (
             (self.settings.max_jobs, f"jobs of {batch.uid}", 1),
             (self.settings.max_cpus, f"CPUs of {batch.uid}", batch.nodes * batch.size.cpus),
@@ -658,16 +661,18 @@ class Cluster:
     def limits_left(self) -> Counter[str]:
         """How much is left of each limit beside the running jobs."""
         left: Counter[str] = Counter()
-        for job in self.jobs.values():
-            if not (self.settings.max_jobs or self.settings.max_cpus or job.batch.at_most):
-                continue
+        limited = [job for job in self.jobs.values() if self._is_limited(job)]
+        for job in limited:
             most = {"jobs": self.settings.max_jobs, "CPUs": self.settings.max_cpus, "array": job.batch.at_most}
             for limit in self._uses(job):
                 left.setdefault(limit, most[limit.partition(" ")[0]])
-        for job in self._live():
-            if uses := self._uses(job):
-                left.subtract(uses)
+        for job in limited:
+            if job.state in LIVE:
+                left.subtract(self._uses(job))
         return left
+
+    def _is_limited(self, job: JobRecord) -> bool:
+        return bool(self.settings.max_jobs or self.settings.max_cpus or job.batch.at_most)
 
     def _live(self) -> list[JobRecord]:
         return [job for job in self.jobs.values() if job.state in LIVE]
@@ -748,20 +753,34 @@ class Cluster:
         for node in [node for node in self.nodes.values() if node.silent is not None]:
             if node.silent is not None and now - node.silent >= self.settings.node_timeout:
                 self.set_down(node.name, "Not responding")
-        for job in [job for job in self.jobs.values() if job.state is JobState.ENDED and job.ended <= now]:
+        forgotten, overdue, pinned, at_origin = self._due(now)
+        for job in forgotten:
             del self.jobs[job.job_id]
-        for job in [job for job in self._live() if job.state is JobState.RUNNING and job.runs_until < now]:
+        for job in overdue:
             self._stop(job, "TIMEOUT")
-        for job in self._pending(lambda job: job.pin is not None):
+        for job in sorted(pinned, key=self._order):
             self._try(job)
-        for job in self._pending(lambda job: job.at_origin):
+        for job in sorted(at_origin, key=self._order):
             if self._eligible(job) and not self._kept(job):
                 self._try_physical(job)
 
-    def _pending(self, which: Callable[[JobRecord], bool]) -> list[JobRecord]:
-        """Such jobs that wait, in the order of the queue."""
-        waiting = [job for job in self.jobs.values() if job.state is JobState.PENDING and which(job)]
-        return sorted(waiting, key=self._order)
+    def _due(self, now: float) -> tuple[list[JobRecord], list[JobRecord], list[JobRecord], list[JobRecord]]:
+        """The jobs to forget, those beyond their time limits, and those that wait with a pin and for physical nodes.
+        One look at all jobs: there may be many thousands, and it is taken each second."""
+        forgotten, overdue, pinned, at_origin = [], [], [], []
+        running, pending, ended = JobState.RUNNING, JobState.PENDING, JobState.ENDED
+        for job in self.jobs.values():
+            if (state := job.state) is running:
+                if job.runs_until < now:
+                    overdue.append(job)
+            elif state is pending:
+                if job.pin is not None:
+                    pinned.append(job)
+                if job.at_origin:
+                    at_origin.append(job)
+            elif state is ended and job.ended <= now:
+                forgotten.append(job)
+        return forgotten, overdue, pinned, at_origin
 
     def _try_physical(self, job: JobRecord) -> None:
         """Start a job on physical nodes if enough are free, in the order of the queue."""

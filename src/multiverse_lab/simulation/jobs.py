@@ -106,6 +106,7 @@ class JobRecord:
     suspended: float = 0.0  # since when it is
     at_origin: bool = False
     waits_for_nodes: bool = False
+    _shown: tuple[tuple[object, ...], Job] | None = None  # last, and by what
 
     @property
     def ref(self) -> JobRef:
@@ -140,6 +141,16 @@ class JobRecord:
         uses: Mapping[str, int],
         ends: float | None = None,
         delayed_until: float | None = None,
+    ) -> Job:
+        """How slurmctld shows it: the same object for as long as that stays the same, as the driver keeps it, too."""
+        of = (rank, eligible, (*uses.items(),), ends, delayed_until, self.batch, self.ref, self.state, self.pin,
+              self.at_origin, self.held, self.bad, self.nodes, self.result, self.exit_code)  # fmt: skip
+        if self._shown is None or self._shown[0] != of:
+            self._shown = of, self._as_job(rank, eligible, uses, ends, delayed_until)
+        return self._shown[1]
+
+    def _as_job(
+        self, rank: int, eligible: bool, uses: Mapping[str, int], ends: float | None, delayed_until: float | None
     ) -> Job:
         batch = self.batch
         request = Request(

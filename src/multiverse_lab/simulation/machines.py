@@ -192,6 +192,7 @@ class Machines:
         self.captured: dict[str, SavedFiles] = {}  # what is being written of VMs whose jobs go on, by name
         self.storages: dict[str, dict[str, SavedFiles]] = {}  # of saved VMs: the complete files, by storage and name
         self.unfinished: dict[str, set[str]] = {}  # incomplete files, by storage
+        self._shown: dict[str, Host] = {}  # hosts as they were shown last
         self.kept: dict[tuple[str, str], SavedFiles] = {}  # what is in memory in place of files, by host and name
         self.detached: set[str] = set()  # hosts that do not reach their storage
         self.detached_copies: set[str] = set()  # hosts that do not reach the storage to which they copy
@@ -793,10 +794,13 @@ class Machines:
         }
         available = self.available(host) if self._overcommit > 1 else 0
         left = 0 if host in self.full else None
-        images, disks = self._images(host), self._disks()
-        seen = replace(self.hosts[host], images=images, disks=disks, available=available, available_disk=left)
-        seen = replace(seen, load=self._load(host), storage=None if host in self.detached else seen.storage,
+        seen = self.hosts[host]
+        seen = replace(seen, images=self._images(host), disks=self._disks(), available=available, available_disk=left,
+                       load=self._load(host), storage=None if host in self.detached else seen.storage,
                        copies=None if host in self.detached_copies else seen.copies)  # fmt: skip
+        if seen == (before := self._shown.get(host)):  # an agent's connection keeps the same object, too
+            seen = before
+        self._shown[host] = seen
         templates = {
             which: replace(seen, held=self._held(seen), build=self._build_shown(seen))
             for which in sorted(self._templates_on.get(host, ()))

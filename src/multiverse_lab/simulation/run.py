@@ -109,24 +109,18 @@ class CrashingStore(Store):
     def copy(self) -> sqlite3.Connection:
         """The database as it is now."""
         copied = sqlite3.connect(":memory:")
-        self._database().backup(copied)
+        self._driver().backup(copied)
         return copied
 
     def restore(self, copied: sqlite3.Connection, *, elsewhere: bool = False) -> None:
         """Put a copy in place of the database, and open it anew; `elsewhere`: on another machine."""
-        copied.backup(self._database())
+        copied.backup(self._driver())
         self._forget()
         with self._begin():
             if elsewhere:
                 self._put_meta("boot", "that of another machine")
             self._skip_numbers()
             self._active = None
-
-    def _database(self) -> sqlite3.Connection:
-        return self._connection.connection.dbapi_connection  # type: ignore[return-value]
-
-    def _changes(self) -> int:
-        return self._database().total_changes
 
 
 @dataclass

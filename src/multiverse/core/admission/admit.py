@@ -102,7 +102,16 @@ def admit(context: Context) -> Blockage:
     """Plan the admission of whatever may start now, and say what keeps jobs waiting."""
     if context.world.scheduler is None or not context.world.sees_hosts:
         return Blockage.TURN
+    if context.state.queue.is_idle:
+        nothing_waits(context.state)
+        return Blockage.NONE
     return Admission(context).run()
+
+
+def nothing_waits(state: State) -> None:
+    """What a round of admission comes to that has nobody to consider, at the cost of none."""
+    state.waiting.clear()
+    state.wanted, state.users_asked, state.reasons, state.blocking, state.promised = None, {}, {}, None, {}
 
 
 @dataclass(frozen=True, slots=True)

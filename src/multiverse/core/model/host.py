@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
@@ -91,6 +92,14 @@ class Host:
     refuses: str = ""  # why its agent takes no VM any more, and ends those there: its lease ends
     holds_until: float = 0.0  # Unix time until which such an agent leaves its VMs alone, so that they can leave
 
+    def lasting(self) -> Host:
+        """It without what changes all the time."""
+        return replace(self, available=0, available_disk=None, storage_free=None, load=None, numa=())
+
+    def lasts_as(self, other: Host) -> bool:
+        """Whether nothing differs but what changes all the time."""
+        return bool(_LASTING(self) == _LASTING(other))
+
     def storage_of(self, saved: Saved) -> str:
         """The storage from which it can restore a saved VM; empty if there is none."""
         reached = (self.storage, self.copies)
@@ -109,6 +118,10 @@ class Host:
     def disk_cost(self, image: str, kind: CloneKind) -> DiskCost:
         """What a VM of the image claims of the disk there. The disk of a full clone is a copy, of any content."""
         return self.disk_of(image).cost(limited=kind is not CloneKind.FULL and self.image_can(image, "limit_disk"))
+
+
+_CHANGING = ("available", "available_disk", "storage_free", "load", "numa")
+_LASTING = attrgetter(*(one.name for one in fields(Host) if one.name not in _CHANGING))
 
 
 class HostState(StrEnum):
