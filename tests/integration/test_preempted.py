@@ -84,7 +84,8 @@ def test_a_step_is_told_and_goes_on_for_its_grace_time(lab: LabUnderTest, qos: s
         warned, *again = map(float, Path(f"{own}.warned").read_text().split())
         assert not [later for later in again if later < warned + GRACE_TIME - 1], "it is told once in that time"
         if qos == "cancelled":
-            ended(client, low, "cancelled")
+            row = ended(client, low, "done")
+            assert row["reason"] == "CANCELLED" and not row["evictions"][-1]["under_way"], row
             assert float(Path(f"{own}.time").read_text()) - warned > GRACE_TIME - 1
             assert accounted(lab, low, 90)[0] in ("CANCELLED", "PREEMPTED")
             assert Path(f"{own}.runs").read_text() == "run\n"
