@@ -7,8 +7,9 @@ import ipaddress
 import json
 import os
 import pwd
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -310,3 +311,16 @@ class Saver:
             return not any(map(self._node_state, job.vms))
 
         until(f"the nodes of job {job.id} are deleted", delete, 60)
+
+
+@pytest.fixture
+def saver(lab: LabUnderTest, _images: None) -> Iterator[Saver]:
+    with tempfile.TemporaryDirectory(prefix="mvsaved-") as place:
+        made = Saver(lab, Path(place))
+        for path in lab.user.home.iterdir():
+            if path.is_file():
+                path.unlink()
+        try:
+            yield made
+        finally:
+            made.close()

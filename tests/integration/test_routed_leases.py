@@ -19,10 +19,11 @@ from multiverse_lab.lab.hosts.physical import physical_services
 from multiverse_lab.lab.plan import LabOptions
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
+from tests.integration.moving_jobs import install, result, vms_of
 from tests.integration.test_reach import server, tried_in
 from tests.integration.test_routed_hosts import GANG, TALK, entries, plan_of, send
 from tests.integration.vxlan_hosts import forged_packet
-from tests.integration.watch import ended, output_of, until
+from tests.integration.watch import accounted, ended, output_of, until
 
 pytestmark = [
     pytest.mark.integration,
@@ -60,6 +61,8 @@ def routed(accelerator: Path) -> Iterator[LabUnderTest]:
         lease = '[[lease]]\npartition = "physical"\nmin_wait = 1\nidle = 5\ntime_limit = 1200\nmax = 2\n'
         # Two of them fit on the node.
         (made.where.etc / "site.toml").write_text(f"{lease}cpus = 2\nmemory = 2800\n")
+        with (made.where.etc / "site.conf").open("a") as file:
+            file.write("KillWait=75\n")  # VMs leave a pilot that is told to end
         asyncio.run(lifecycle.up(made.where, options))
         yield made
 
@@ -171,3 +174,52 @@ def test_leases_of_one_node_share_its_vxlan_until_the_last_one_ends(routed: LabU
     client.change_hosts("resume", "mvh1")
     until("the other lease is given back", lambda: not client.leases())
     until("nothing is left on the node", lambda: not remains(routed))
+
+
+def test_a_vm_moves_between_leases_of_one_node_and_off_it(routed: LabUnderTest, client: Client) -> None:
+    """Its stream to a VM of another host goes on: from another port of the node, and then, as that lease ends, from
+    another host of the VXLAN."""
+    home = routed.user.home
+    install(home)
+    peer = routed.sbatch(f"exec python3 {home}/server.py {home} peer", "-c4", "--mem=5000", "--time=15")
+    until("the peer listens", (home / "peer.listens").exists, 300)
+    where = " ".join(map(str, json.loads((home / "peer.listens").read_text())))
+
+    def begin(name: str, script: str) -> str:
+        job = routed.sbatch(script, "-c1", "--mem=700", "--time=10", f"--output={home}/{name}.out")
+        until(f"{name} runs on a lease", lambda: on_lease(job), 240)
+        return job
+
+    def on_lease(job: str) -> bool:
+        found = vms_of(client, job)
+        return bool(found) and found[0]["state"] == "serving" and found[0]["host"].startswith("lease-")
+
+    def host_of(job: str) -> str:
+        (vm,) = vms_of(client, job)
+        return str(vm["host"]) if vm["state"] == "serving" else ""
+
+    waits = "until [ -e {}/{}.ends ]; do sleep 0.2; done"
+    leaves, stays = (begin(name, waits.format(home, name)) for name in ("leaves", "stays"))
+    moves = begin("moves", f"exec python3 {home}/stream.py {home} moves {where}")
+    first, second = host_of(stays), host_of(moves)
+    assert first == host_of(leaves) != second and len(leases(client)) == 2, (
+        "the third job has no room on the first lease"
+    )
+    (home / "leaves.ends").touch()
+    ended(client, leaves, "done")
+    client.move(moves, first)
+    until("it is on the other lease", lambda: host_of(moves) == first, 60)
+    until("its lease is given back", lambda: [*leases(client)] == [first])
+
+    client.change_hosts("resume", "mvh2")
+    routed.run("scancel", leases(client)[first])
+    until("both have left", lambda: {host_of(moves), host_of(stays)} == {"mvh2"}, 75)
+    until("the lease is over", lambda: not client.leases())
+    until("nothing is left on the node", lambda: not remains(routed))
+    for name in ("stays.ends", "stop"):
+        (home / name).touch()
+    for job in (moves, stays, peer):
+        ended(client, job, "done")
+        assert accounted(routed, job, 90) == ("COMPLETED", "0:0")
+    sent, got = result(home, "moves"), result(home, "peer")
+    assert sent["wrong"] == got["wrong"] == 0 and sent["sent"] == got["got"] > 0 and sent["digest"] == got["digest"]

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from multiverse.drivers.slurm.site.conf import seconds_of
 from multiverse.host import manifest
-from tests.integration.conftest import LabUnderTest
 from tests.integration.huge_pages import RESERVED, huge_pages
-from tests.integration.saved_jobs import Saver
+from tests.integration.saved_jobs import Saver, saver
 from tests.integration.watch import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
-__all__ = ["huge_pages"]  # a fixture
+__all__ = ["huge_pages", "saver"]  # fixtures
 
 TICKS = 'for i in $(seq 1000); do echo "tick $i"; sleep 0.5; [ -e go ] && break; done'
 """A script writes a line twice a second, until the file `go` is there."""
-
-
-@pytest.fixture
-def saver(lab: LabUnderTest, _images: None) -> Iterator[Saver]:
-    with tempfile.TemporaryDirectory(prefix="mvsaved-") as place:
-        made = Saver(lab, Path(place))
-        for path in lab.user.home.iterdir():
-            if path.is_file():
-                path.unlink()
-        try:
-            yield made
-        finally:
-            made.close()
 
 
 def go(saver: Saver) -> None:

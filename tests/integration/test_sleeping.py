@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +15,13 @@ from multiverse.drivers.slurm.site.conf import value
 from multiverse.drivers.slurm.site.stand_in import stand_in
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Sleep
-from tests.integration.conftest import LabUnderTest
-from tests.integration.saved_jobs import SavedJob, Saver
+from tests.integration.saved_jobs import SavedJob, Saver, saver
 from tests.integration.test_restarts import restart_slurmctld
 from tests.integration.watch import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
+
+__all__ = ["saver"]  # a fixture
 
 SCRIPT = """
 srun --overlap bash -c 'echo step begins; until [ -e go ]; do sleep 0.2; done; exit 3' & step=$!
@@ -30,19 +29,6 @@ until [ -e go ]; do echo tick; sleep 0.5; done
 wait $step; echo step $?; exit 7
 """
 KEY = "ab" * 32
-
-
-@pytest.fixture
-def saver(lab: LabUnderTest, _images: None) -> Iterator[Saver]:
-    with tempfile.TemporaryDirectory(prefix="mvsleep-") as place:
-        made = Saver(lab, Path(place))
-        for path in lab.user.home.iterdir():
-            if path.is_file():
-                path.unlink()
-        try:
-            yield made
-        finally:
-            made.close()
 
 
 def run(saver: Saver) -> SavedJob:

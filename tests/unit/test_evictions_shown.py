@@ -253,6 +253,7 @@ def known(one: Attempt, *more: object) -> State:
 def test_an_eviction_goes_on_while_its_vm_moves_or_its_state_is_there() -> None:
     moves, saves = evicted(), evicted(A.QUEUED, Eviction(1.0, "save", "h1", URGENT, 512))
     moving = vm(V.MOVING, attempt=1)
+    ends = evicted(A.WARNED, Eviction(1.0, "cancel", "h1", URGENT, 0))
     for one, row, expected in (
         (moves, moving, True),
         (moves, replace(moving, state=V.SERVING), False),
@@ -260,5 +261,7 @@ def test_an_eviction_goes_on_while_its_vm_moves_or_its_state_is_there() -> None:
         (saves, saved(S.STORED), True),
         (saves, saved(S.STORED, checkpoint=True), False),
         (evicted(A.ALLOCATED, EVICTIONS[0]), moving, False),
+        (ends, moving, True),
+        (replace(ends, state=A.RECLAIMING, outcome="done"), moving, False),
     ):
         assert is_being_evicted(known(one, row), one) is expected

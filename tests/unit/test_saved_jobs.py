@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.changes import LOOK_AT_STATES
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.saved import MOST_TRIES, SAVED_EFFECTS
 from multiverse.core.machines.tables import TABLES
@@ -399,6 +400,19 @@ def test_what_is_to_be_queued_again_may_be_of_no_use_before(site: Site, ended: b
     site.pass_time(0.0 if ended else 90000.0)
     site.run()
     assert site.saved.state is (S.DISCARDING if ended else S.HOLDING)
+
+
+def test_the_age_of_saved_jobs_is_looked_at_every_minute(site: Site) -> None:
+    site.policy = replace(POLICY, save_keep=70.0)
+    site.to_stored()
+    site.pass_time(LOOK_AT_STATES)
+    site.run()
+    site.pass_time(LOOK_AT_STATES / 2)  # it is too old now
+    site.run()
+    assert site.saved.state is S.STORED
+    site.pass_time(LOOK_AT_STATES / 2)
+    site.run()
+    assert site.saved.state is S.HOLDING
 
 
 def test_a_run_that_began_anew_in_the_eyes_of_the_scheduler_has_no_use_for_the_state(site: Site) -> None:

@@ -85,56 +85,53 @@ class CommandInbox:
         self._asked = [(command, committed) for command, committed in self._asked if id(command) not in kept]
 
 
+class _Confirmation:
+    """Confirms names with their sources by a second observation: a single one destroys nothing."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], float] = {}  # when the observation began that showed it first
+
+    def confirmed(self, shown: Mapping[tuple[str, str], float]) -> list[tuple[str, str]]:
+        """What an earlier observation has shown, too. `shown`: what is shown, and when that observation began."""
+        self._first = {one: self._first.get(one, began) for one, began in shown.items()}
+        return [one for one, began in shown.items() if self._first[one] < began]
+
+
 class OrphanConfirmation:
-    """Confirms orphans by a second observation: a single one destroys nothing."""
+    """VMs, pilots of leases, and saved VMs that no row explains."""
 
     def __init__(self, state: State, policy: Policy) -> None:
         self._state, self.policy = state, policy
-        self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
-        self._pilots: dict[tuple[str, str], float] = {}  # pilots that no lease explains: name and id, and the same
-        self._states: dict[tuple[str, str], float] = {}  # saved VMs that no row explains: name and source, and the same
+        self._vms, self._pilots, self._states = (_Confirmation() for _ in range(3))
+        self._names: list[str] = []
         self.confirmed: list[VmRef | PilotRef | SavedRef] = []  # to be removed, as of the latest commit
 
     def names(self) -> list[str]:
-        return sorted({name for name, _ in self._orphans})
+        return self._names
 
     def committed(self, world: World) -> None:
-        self.confirmed = [*self._confirmed_vms(world), *self._confirmed_pilots(world), *self._confirmed_states(world)]
+        self.confirmed = []
+        if world.scheduler is not None:
+            began, unexplained = world.scheduler.began, unexplained_pilots(self._state.leases, world.scheduler.value)
+            vms = self._orphaned_vms(world)
+            self._names = sorted({name for name, _ in vms})
+            self.confirmed += [VmRef(*one) for one in self._vms.confirmed(vms)]
+            self.confirmed += [PilotRef(*one) for one in self._pilots.confirmed(dict.fromkeys(unexplained, began))]
+        states = {
+            (name, source): latest.began if (latest := world.latest(source)) is not None else -inf
+            for name, source in unexplained_states(self._state, world, self.policy)
+        }
+        self.confirmed += [SavedRef(*one) for one in self._states.confirmed(states)]
 
-    def _confirmed_vms(self, world: World) -> list[VmRef]:
-        if world.scheduler is None:
-            return []
-        confirmed, first = [], {}
+    def _orphaned_vms(self, world: World) -> dict[tuple[str, str], float]:
+        found = {}
         for name, source in orphans(self._state, world):
             latest = world.latest(source)
             # A source that is unknown may hold the VM of a node that only the scheduler shows.
             if source == "" and any(one.latest is None for one in world.sources.values()):
                 continue
-            began = min([world.node_began(name), *([latest.began] if latest else [])])
-            first[name, source] = self._orphans.get((name, source), began)
-            if first[name, source] < began:
-                confirmed.append(VmRef(name, source))
-        self._orphans = first
-        return confirmed
-
-    def _confirmed_states(self, world: World) -> list[SavedRef]:
-        confirmed, first = [], {}
-        for name, source in unexplained_states(self._state, world, self.policy):
-            latest = world.latest(source)
-            began = latest.began if latest is not None else -inf
-            first[name, source] = self._states.get((name, source), began)
-            if first[name, source] < began:
-                confirmed.append(SavedRef(name, source))
-        self._states = first
-        return confirmed
-
-    def _confirmed_pilots(self, world: World) -> list[PilotRef]:
-        if world.scheduler is None:
-            return []
-        began = world.scheduler.began
-        unexplained = unexplained_pilots(self._state.leases, world.scheduler.value)
-        self._pilots = {one: self._pilots.get(one, began) for one in unexplained}
-        return [PilotRef(*one) for one, first in self._pilots.items() if first < began]
+            found[name, source] = min([world.node_began(name), *([latest.began] if latest else [])])
+        return found
 
 
 class Watcher(Protocol):

@@ -384,12 +384,13 @@ def _evictions(attempt: Attempt) -> list[Reason | None]:
 
 
 def is_being_evicted(state: State, attempt: Attempt) -> bool:
-    """Whether the last eviction of its job goes on: its VM moves, or it is being saved, or waits to go on."""
+    """Whether the last eviction of its job goes on: its VM moves, it is being saved or waits to go on, or its run is
+    about to be ended."""
     last = attempt.evictions[-1] if attempt.evictions else None
     if last is None or last.took is not None:
         return False
     if attempt.preempted:
-        return True
+        return attempt.outcome is None
     if last.way == "move":
         return any(vm.state in MOVING_STATES for vm in state.vms_of(attempt))
     return any(not one.checkpoint for one in state.saved_of_job(attempt.job.job_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from math import log2
 
 from multiverse.core.machines.attempt import step_attempt
@@ -338,11 +339,12 @@ def _recent_requests(job: JobRecord) -> list[Batch]:
 
 
 def moves_at_rest(state: State, world: World, now: float, policy: Policy) -> list[Move]:
-    """The moves of rows that are not to be looked at before something changes. There must be none."""
+    """The moves of rows that are not to be looked at before something changes. There must be none. The age of saved
+    jobs does not count: it is looked at every minute (`changes.LOOK_AT_STATES`)."""
     scratch = State(state.rows(), state.tables)
     scratch.begin(now, {})
     for saved_id in scratch.saved.keys() - state.dirty.saved:
-        step_state(scratch, saved_id, world, policy)
+        step_state(scratch, saved_id, world, replace(policy, save_keep=0.0))
     for vm_id in scratch.vms.keys() - state.dirty.vms:
         step_vm(scratch, vm_id, world, policy)
     for template_id in scratch.templates.keys() - state.dirty.templates:
