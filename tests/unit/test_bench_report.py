@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ from multiverse_lab.bench.burst import PAPER, BurstSamples, ratios
 from multiverse_lab.bench.burst import result as burst_result
 from multiverse_lab.bench.latency import LatencySamples, beside_bare_metal
 from multiverse_lab.bench.latency import result as latency_result
-from multiverse_lab.bench.report import BenchmarkMachine, BenchmarkRun, document, read, region, regions, written
+from multiverse_lab.bench.report import (
+    BenchmarkMachine,
+    BenchmarkRun,
+    ChangedFigure,
+    changes,
+    document,
+    read,
+    region,
+    regions,
+    written,
+)
 from multiverse_lab.bench.throughput import ThroughputPlan, ThroughputResult, paper
 from multiverse_lab.cli import report as command
 from multiverse_lab.cli.move import HOW
@@ -43,6 +53,36 @@ def _latency() -> dict[str, Any]:
 
 def _rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+
+
+def _slower(seconds: float) -> dict[str, Any]:
+    """As `_latency`, but for instant clones."""
+    samples = {"instant": LatencySamples([seconds] * 3), "bare_metal": LatencySamples([0.5, 0.5, 0.5])}
+    return _latency() | {
+        "kinds": {name: asdict(latency_result(one)) for name, one in samples.items()},
+        "beside": [asdict(one) for one in beside_bare_metal(samples)],
+    }
+
+
+def test_a_run_is_compared_with_the_one_that_the_page_has() -> None:
+    page = written("", [_run("latency", result=_latency())])
+    column = "submission to first instruction, median"
+    at, found = changes(page, _run("latency", result=_slower(3.0)))
+    assert at == "2026-11-28"
+    assert ChangedFigure("instant", column, "2.00 s (2.00 to 2.00)", "3.00 s (3.00 to 3.00)") in found
+    assert {one.column for one in found} == {column, "× bare metal", "more than bare metal"}, (
+        "only figures with intervals"
+    )
+    assert {one.row for one in found} == {"instant"}
+    assert changes(page, _run("latency", result=_slower(2.1))) == ("2026-11-28", []), "a difference of 5 % is none"
+
+
+def test_a_run_is_not_compared_with_another_command_or_machine() -> None:
+    page, slower = written("", [_run("latency", result=_latency())]), _slower(3.0)
+    assert changes(page, _run("latency", "--jobs", "3", result=slower)) == ("", [])
+    assert changes(page, _run("latency", result=slower, machine=replace(MACHINE, cpus=4))) == ("", [])
+    assert changes(page, _run("latency", result=slower, machine=None)) == ("", [])
+    assert changes("", _run("latency", result=slower)) == ("", [])
 
 
 def test_a_region_says_where_and_when_and_has_the_baseline_beside_each_figure() -> None:
@@ -155,13 +195,13 @@ def test_files_become_regions_of_the_page(tmp_path: Path) -> None:
     page, file = tmp_path / "page.md", tmp_path / "latency.json"
     page.write_text("# Page\n\n<!-- measured: latency -->\n<!-- end of measured -->\n\nProse.\n")
     file.write_text(json.dumps(_latency()))
-    done = CliRunner().invoke(build(), ["bench", "report", str(file), "--write", str(page)])
-    assert done.exit_code == 0 and done.stdout.strip().endswith("page.md: latency")
+    done = CliRunner().invoke(build(), ["bench", "all", str(file), "--write", str(page)])
+    assert done.exit_code == 0 and "page.md: latency\nlatency: not compared" in done.stdout
     assert "4.00 (4.00 to 4.00)" in page.read_text() and page.read_text().endswith("\n\nProse.\n")
-    shown = CliRunner().invoke(build(), ["bench", "report", str(file)])
+    shown = CliRunner().invoke(build(), ["bench", "all", str(file)])
     assert "× bare metal" in shown.stdout
     file.write_text("no JSON")
-    assert "has no JSON" in str(CliRunner().invoke(build(), ["bench", "report", str(file)]).exception)
+    assert "has no JSON" in str(CliRunner().invoke(build(), ["bench", "all", str(file)]).exception)
 
 
 def test_a_benchmark_is_run_and_kept_with_its_machine_and_commit(
@@ -174,7 +214,7 @@ def test_a_benchmark_is_run_and_kept_with_its_machine_and_commit(
         return _latency()
 
     monkeypatch.setattr(command, "measure", measured)
-    words = ["bench", "report", "--run", "latency --jobs 3", "--keep", f"{tmp_path}/kept", "--json"]
+    words = ["bench", "all", "--run", "latency --jobs 3", "--keep", f"{tmp_path}/kept", "--json"]
     done = CliRunner().invoke(build(), words)
     assert done.exit_code == 0 and calls == [["latency", "--jobs", "3"]]
     (one,) = json.loads(done.stdout)
@@ -193,10 +233,10 @@ def test_a_page_that_is_edited_while_benchmarks_run_keeps_its_text(
         return _latency()
 
     monkeypatch.setattr(command, "measure", measured)
-    words = ["bench", "report", "--run", "latency", "--run", "latency --jobs 3", "--write", f"{page}"]
+    words = ["bench", "all", "--run", "latency", "--run", "latency --jobs 3", "--write", f"{page}"]
     assert CliRunner().invoke(build(), words).exit_code == 0
     assert page.read_text().count("Edited.") == 2 and "bench latency --jobs 3`" in page.read_text()
-    gone = CliRunner().invoke(build(), ["bench", "report", "--run", "latency", "--write", f"{tmp_path}/none.md"])
+    gone = CliRunner().invoke(build(), ["bench", "all", "--run", "latency", "--write", f"{tmp_path}/none.md"])
     assert "cannot read" in str(gone.exception)
 
 

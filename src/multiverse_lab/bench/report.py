@@ -115,6 +115,51 @@ def written(page: str, runs: Sequence[BenchmarkRun]) -> str:
     return page
 
 
+@dataclass(frozen=True, slots=True)
+class ChangedFigure:
+    """A figure of a run beside the same of the run before, as the page says them, each with its 95 % interval."""
+
+    row: str
+    column: str
+    before: str
+    now: str
+
+
+_FIGURE = re.compile(r"(?P<value>-?[\d,.]+)(?: \S+)? \((?P<low>-?[\d,.]+) to (?P<high>-?[\d,.]+)\)")
+_RUN = re.compile(r"`(?P<command>[^`]*)`, (?P<at>[\d-]+),.*?(?P<machine>\d+ CPUs? \(.*?\), \d+ GiB)?(?:, Slurm .*)?\.")
+LEAST = 0.1
+"""A figure that differs by less than this share has not changed, as for `bench compare`."""
+
+
+def changes(page: str, run: BenchmarkRun) -> tuple[str, list[ChangedFigure]]:
+    """The day of the run that the page has, and which figures with an interval differ from it by more than `LEAST`, and
+    beyond both intervals. The day is empty if the page has no run by the same command on such a machine."""
+    begin = _BEGIN.format(name=run.name)
+    before, now = page.partition(begin)[2].partition(_END)[0], region(run)
+    was, is_ = _RUN.match(before), _RUN.match(now)
+    if was is None or is_ is None or any(was[part] != is_[part] for part in ("command", "machine")):
+        return "", []
+    old, found = _figures(before), []
+    for (row, column), text in _figures(now).items():
+        one, other = _FIGURE.fullmatch(old.get((row, column), "")), _FIGURE.fullmatch(text)
+        if one is not None and other is not None and _differ(one, other):
+            found.append(ChangedFigure(row, column, one[0], text))
+    return was["at"], found
+
+
+def _figures(text: str) -> dict[tuple[str, str], str]:
+    """The cells of a region's table by row and column."""
+    lines = [line.strip().strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    heads, *rows = [[cell.strip() for cell in line] for line in lines] or [[]]
+    return {(row[0], head): cell for row in rows[1:] for head, cell in zip(heads[1:], row[1:], strict=False)}
+
+
+def _differ(one: re.Match[str], other: re.Match[str]) -> bool:
+    value, low, high = (float(one[part].replace(",", "")) for part in ("value", "low", "high"))
+    now, least, most = (float(other[part].replace(",", "")) for part in ("value", "low", "high"))
+    return abs(now - value) > LEAST * abs(value) and (least > high or most < low)
+
+
 def regions(page: str) -> list[str]:
     """The names of the regions that a page has, in their order."""
     return re.findall(_BEGIN.format(name=r"([\w-]+)"), page)

@@ -1,4 +1,4 @@
-"""`multiverse bench report`: the page of measured figures, written from runs of the benchmarks or from their files."""
+"""`multiverse bench all`: the page of measured figures, written from runs of the benchmarks or from their files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from multiverse.system import files
 from multiverse_lab.bench import checkouts
 from multiverse_lab.bench import report as reports
 from multiverse_lab.bench.density import machine_memory
-from multiverse_lab.bench.report import BenchmarkMachine, BenchmarkRun
+from multiverse_lab.bench.report import BenchmarkMachine, BenchmarkRun, ChangedFigure
 from multiverse_lab.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json
 from multiverse_lab.cli.compare import measure
 from multiverse_lab.lab.program import multiverse as own_program
@@ -35,7 +35,7 @@ ALL = (
 )  # fmt: skip
 
 
-def report(
+def all_benchmarks(
     given: Annotated[
         list[Path] | None, typer.Argument(metavar="[FILE]...", help="What `bench NAME --json` printed, as NAME.json.")
     ] = None,
@@ -49,14 +49,14 @@ def report(
     images: Images = IMAGES,
     json: Json = False,
 ) -> None:
-    """Write the page of measured figures: run benchmarks, or take the files of runs, with date, commit and machine.
+    """Run all benchmarks, and write the page of measured figures, with date, commit and machine.
 
-    Without files and --run all benchmarks run as they are by default, for hours. The page keeps all text outside of the
-    regions of these benchmarks. Without --write the regions are printed.
+    All run as they are by default, for hours; --run names some, and files are taken in place of runs. The page keeps
+    all text outside of the regions of these benchmarks. Which figures changed beyond their intervals since the run that
+    the page has is said, if that was on a machine alike. Without --write the regions are printed.
     """
     commit = _commit()  # before the page itself is a change that is not committed
-    if write is not None:
-        _read(write)
+    before = _read(write) if write is not None else ""
     runs = [_file(path) for path in given or ()]
     for words in [shlex.split(one) for one in run or (() if given else ALL)]:
         if not words:
@@ -75,6 +75,18 @@ def report(
     else:
         _write(write, runs)
         console.print(f"{write}: {', '.join(one.name for one in runs)}", markup=False, soft_wrap=True)
+        for one in runs:
+            _say_changes(one.name, *reports.changes(before, one))
+
+
+def _say_changes(name: str, at: str, found: Sequence[ChangedFigure]) -> None:
+    if not at:
+        console.print(f"{name}: not compared: the page has no such run on a machine alike", soft_wrap=True)
+        return
+    console.print(f"{name}: {len(found) or 'no'} figures changed beyond their intervals since {at}", soft_wrap=True)
+    for one in found:
+        said = f"  {one.row}, {one.column}: {one.before}, and now {one.now}"
+        console.print(said, markup=False, soft_wrap=True)
 
 
 def _read(page: Path) -> str:
