@@ -21,7 +21,7 @@ from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.outcome import Outcome
 from multiverse_lab.simulation.run import simulate
-from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.world import WorldSettings
 
 SMALL, LARGE = Size(1, 64), Size(2, 64)
@@ -167,6 +167,15 @@ def test_it_has_its_grace_time_to_end_by_itself() -> None:
     outcome = goes_well(stuck("requeue", grace=15.0))
     assert 35.0 < began(outcome) < 50.0, outcome.story()
     assert any("it is queued again 20" in text for text in outcome.told), outcome.told
+
+
+def test_a_job_that_its_user_queues_again_in_its_grace_time_waits_for_slurms_delay() -> None:
+    one = stuck("requeue", grace=15.0)
+    first, last, urgent = one.arrivals
+    last = replace(last, actions=(UserAction(24.0, "requeue"),))
+    outcome = goes_well(replace(one, arrivals=(first, last, urgent)))
+    again = [begin for name, begin, _ in outcome.runs if name == "low"][-1]
+    assert began(outcome) < 35.0 and again > 25.0 + 120.0, outcome.story()
 
 
 @pytest.mark.parametrize("one", [stuck("suspend"), stuck("cancel", interactive=True, requeue=False)])

@@ -412,7 +412,8 @@ def _with_cause(state: State, attempt: Attempt, job: Job) -> Attempt:
     found = state.saved_for(job.ref)
     saved = found is not None and not found.checkpoint  # nobody is queued again for a checkpoint
     taken_back = attempt.state in (A.STRAY, A.UNGATED)  # ungated: from the nodes of the gate
-    ours = saved or taken_back or lost or attempt.preempted is not None
+    preempted = attempt.preempted is not None and not attempt.grace  # in its grace time only its user queues it again
+    ours = saved or taken_back or lost or preempted
     next_run = job.ref.restarts == attempt.job.restarts + 1
     return replace(attempt, caused=job.ref.restarts) if ours and next_run else attempt
 
@@ -658,7 +659,7 @@ def _step_running(state: State, attempt: Attempt, seen: Sighting) -> None:
         why = Why.TAKEN_BACK()
         state.move(return_attempt(_after_its_run(state, attempt), Event.CHANGED, why))
     elif attempt.state is A.WARNED and attempt.warned and seen.began - attempt.since >= attempt.grace:
-        state.move(Change(replace(attempt, state=A.PREEMPTING), Event.GRACE_OVER, attempt.reason))
+        state.move(Change(replace(attempt, state=A.PREEMPTING, grace=0.0), Event.GRACE_OVER, attempt.reason))
 
 
 # --- the end ---------------------------------------------------------------------------------------
