@@ -488,7 +488,7 @@ class Attempt:
     limit: float | None = None  # seconds that this run may take, if less than the job's time limit
     captured: float = 0.0  # Unix time at which the last checkpoint of this run was begun
     evictions: tuple[Eviction, ...] = ()  # of the job, the latest ones
-    grace: float = 0.0  # seconds that its job, whose place is taken, has from the beginning of "warned" on; 0: they are over
+    grace: float = 0.0  # seconds that its job has from the beginning of "warned" on; 0 as soon as they are over
     warned: bool = False  # that job was told so; until then its grace time has not begun
 
     @property
