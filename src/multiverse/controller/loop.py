@@ -30,15 +30,16 @@ from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.machines.tables import TABLES, awaited_rows, note_unconfirmed
 from multiverse.core.model.basics import Size
 from multiverse.core.model.eviction import Step
-from multiverse.core.model.host import JobLimits, KnownHost
+from multiverse.core.model.host import HypervisorView, JobLimits, KnownHost
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, Vm, VmRef
-from multiverse.core.model.world import Observation, World
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.pools import PoolStatus, pool_status
+from multiverse.core.quiet import can_wait
 from multiverse.core.rebalance.drains import why_stay
 from multiverse.core.rebalance.plan import proposals
 from multiverse.core.saving import unexplained_states, with_its_state
@@ -191,6 +192,7 @@ class Controller:
         )
         self._tasks = ObserverTasks(self._wake.set)
         self._hosts = FollowedHosts(hypervisor, self.state, clock, settings.poll, self.began, self._tasks)
+        self._hosts.can_wait = self._can_wait
         self.sources = self._hosts.sources  # one observer for each source of the hypervisor, by the source's name
         self.users = UserDirectory(
             lambda uid: scheduler.user(uid), clock, self._wake.set, lambda: self._effects.try_again_for_users()
@@ -301,6 +303,9 @@ class Controller:
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take an operator's command. Done when it is committed; raises `Refused` if it may not be done."""
         return self._inbox.ask(command)
+
+    def _can_wait(self, source: str, told: Observation | None, now: Seen[HypervisorView] | None) -> bool:
+        return can_wait(self.state, self.policy, source, told, now)
 
     # --- the loop ------------------------------------------------------------------------------------
 

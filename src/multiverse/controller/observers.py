@@ -32,6 +32,9 @@ T = TypeVar("T")
 K = TypeVar("K")
 log = structlog.get_logger()
 
+CanWait = Callable[[str, Observation | None, Seen[HypervisorView] | None], bool]
+"""Whether an observation of a source needs no pass of its own, by what the last pass was told and what is known."""
+
 BURST = (0.0, 0.05, 0.15, 0.4)  # seconds after a hint: the change may not be visible at once
 
 TIMEOUT = 60.0
@@ -293,10 +296,17 @@ class FollowedHosts:
     """Gives the hypervisor the hosts of the site, observes each source, and tells passes what was observed."""
 
     def __init__(
-        self, hypervisor: Hypervisor, state: State, clock: Clock, poll: float, began: float, tasks: ObserverTasks
+        self,
+        hypervisor: Hypervisor,
+        state: State,
+        clock: Clock,
+        poll: float,
+        began: float,
+        tasks: ObserverTasks,
     ) -> None:
         """`began` is since when sources are unknown that the hypervisor does not have."""
         self._hypervisor, self._state, self._clock = hypervisor, state, clock
+        self.can_wait: CanWait = lambda *_: False
         self._poll, self._began, self._tasks = poll, began, tasks
         # A named host that has not answered yet may hold what no other host can.
         # One that is leased is a row, and ends with it.
@@ -385,4 +395,5 @@ class FollowedHosts:
 
     def _observed_anew(self, source: str) -> None:
         self.anew.add(source)
-        self._tasks.wake()
+        if not self.can_wait(source, self._told.get(source), self.sources[source].latest):
+            self._tasks.wake()

@@ -1,0 +1,144 @@
+"""Which observations of hosts need no pass of their own: those that move no row and for which nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.model.basics import Depth, Size
+from multiverse.core.model.host import Drain
+from multiverse.core.model.usage import Load
+from multiverse.core.model.vm import VmCondition
+from multiverse.core.model.world import Observation
+from multiverse.core.policy import Pool
+from multiverse.core.quiet import can_wait
+from multiverse_lab.bench.clusters import ClusterSpec, PolicyChoice, run_cluster
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.scenario import Arrival
+from multiverse_lab.simulation.workload import WorkloadTotals
+from tests.unit.planner_harness import POLICY, PlannerHarness
+from tests.unit.rows import SOURCE
+
+
+def serving() -> PlannerHarness:
+    """A job runs in a VM, and nothing else happens."""
+    harness = PlannerHarness()
+    harness.to_allocated()
+    harness.run()
+    return harness
+
+
+def next_observation_can_wait(harness: PlannerHarness) -> bool:
+    told = harness.world.sources[SOURCE]
+    harness.pass_time(30.0)
+    harness.observe()
+    return can_wait(harness.state, harness.policy, SOURCE, told, harness.world.sources[SOURCE].latest)
+
+
+def vm_of(harness: PlannerHarness) -> str:
+    return next(iter(harness.vms))
+
+
+def measure_otherwise(harness: PlannerHarness) -> None:
+    harness.hosts["h1"] = replace(harness.hosts["h1"], load=Load(3.0, 500), available=100)
+    harness.vms[vm_of(harness)] = replace(harness.vms[vm_of(harness)], private=77.0, cpu_s=4.0)
+    which = next(iter(harness.templates))
+    harness.templates[which] = replace(harness.templates[which], held=12.0)
+
+
+def test_what_is_measured_can_wait_and_moves_nothing() -> None:
+    harness = serving()
+    measure_otherwise(harness)
+    assert next_observation_can_wait(harness)
+    assert harness.commit() == []
+
+
+def let_its_vm_die(harness: PlannerHarness) -> None:
+    harness.seen(vm_of(harness), VmCondition.DEAD)
+
+
+def freeze_its_job(harness: PlannerHarness) -> None:
+    harness.vms[vm_of(harness)] = replace(harness.vms[vm_of(harness)], frozen=True)
+
+
+def lose_its_vm(harness: PlannerHarness) -> None:
+    harness.vms.clear()
+
+
+def lose_its_template(harness: PlannerHarness) -> None:
+    harness.templates.clear()
+
+
+def grow_the_host(harness: PlannerHarness) -> None:
+    harness.hosts["h1"] = replace(harness.hosts["h1"], capacity=Size(8, 16384, 65536))
+
+
+def show_another_host(harness: PlannerHarness) -> None:
+    harness.second_host()
+
+
+def drain_the_host(harness: PlannerHarness) -> None:
+    harness.state.drains["h1"] = Drain()
+
+
+def keep_a_pool(harness: PlannerHarness) -> None:
+    harness.policy = replace(POLICY, pools=(Pool("slim", Depth.PARKED, 1, 1, Size(1, 100)),))
+
+
+def let_a_job_wait(harness: PlannerHarness) -> None:
+    harness.job("8", size=Size(4, 6000))
+    harness.run()
+    assert not harness.state.queue.is_idle
+
+
+def end_the_job(harness: PlannerHarness) -> None:
+    harness.jobs.clear()
+    harness.run()
+
+
+def show_a_stranger(harness: PlannerHarness) -> None:
+    harness.state.compared.unexplained.add(("mv-test0-99", SOURCE))
+
+
+MATTERS = [
+    let_its_vm_die, freeze_its_job, lose_its_vm, lose_its_template, grow_the_host, show_another_host, drain_the_host,
+    keep_a_pool, let_a_job_wait, end_the_job, show_a_stranger,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MATTERS, ids=lambda change: change.__name__)
+def test_what_moves_rows_or_is_waited_for_cannot_wait(change: Callable[[PlannerHarness], None]) -> None:
+    harness = serving()
+    change(harness)
+    assert not next_observation_can_wait(harness)
+
+
+def test_a_source_that_was_or_is_unknown_cannot_wait() -> None:
+    harness = serving()
+    latest = harness.world.sources[SOURCE].latest
+    assert not can_wait(harness.state, harness.policy, SOURCE, Observation(None, 0.0), latest)
+    assert not can_wait(harness.state, harness.policy, SOURCE, harness.world.sources[SOURCE], None)
+    assert not can_wait(harness.state, harness.policy, SOURCE, None, latest)
+
+
+def test_idle_hosts_make_no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one job runs for an hour, fifty hosts are observed thousands of times."""
+    from multiverse.controller.loop import Controller
+
+    passes = 0
+    whole = Controller.run_pass
+
+    def counted(self: Controller) -> bool:
+        nonlocal passes
+        passes += 1
+        return whole(self)
+
+    monkeypatch.setattr(Controller, "run_pass", counted)
+    totals: list[WorkloadTotals] = []
+    one = [Arrival(0.0, Batch("1", seconds=3600.0, size=Size(1, 1024), limit=7200.0))]
+    spec = ClusterSpec(hosts=50, cores=4, memory=16384)
+    run_cluster(spec, PolicyChoice(), iter(one), 1, totals.append)
+    assert totals[-1].seconds > 3600
+    assert passes < 600, "fewer than 6,000 observations of hosts"
