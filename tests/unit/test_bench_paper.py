@@ -6,12 +6,14 @@ import csv
 import io
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +23,7 @@ from multiverse_lab.bench.applications import compile_kernel
 from multiverse_lab.bench.clusters import OVERHEADS, MeanOver
 from multiverse_lab.bench.paper import programs, workload
 from multiverse_lab.bench.paper.figures import PaperFigure, figures
+from multiverse_lab.bench.paper.measure import PaperBench
 from multiverse_lab.bench.paper.page import PaperReport, ReportSection, csv_files, page, shown
 from multiverse_lab.bench.paper.published import by_experiment
 from multiverse_lab.bench.paper.records import (
@@ -123,6 +126,70 @@ def test_hpcc_runs_once_for_each_cpu_and_a_wrong_result_fails_the_job(tmp_path: 
     assert wrong.returncode == 1 and "round 0 of hpl failed" in wrong.stdout
     with pytest.raises(Broken, match="round 0 of hpl failed"):
         programs.computed(wrong.stdout)
+
+
+class _Slurm:
+    """A lab whose jobs run at once, on this machine."""
+
+    def __init__(self, home: Path, *, state: str = "COMPLETED") -> None:
+        self.settings = SimpleNamespace(network=SimpleNamespace(gateway="127.0.0.1"), socket=home)
+        self.options: list[tuple[str, ...]] = []
+        self._state, self._started = state, list[subprocess.Popen[str]]()
+
+    def submit(self, script: str, *options: str) -> str:
+        self.options.append(options)
+        job = str(len(self.options))
+        made = subprocess.Popen(
+            ["bash"], stdin=subprocess.PIPE, text=True, env={"SLURM_JOB_ID": job, "PATH": os.defpath}
+        )
+        assert made.stdin is not None
+        made.stdin.write(script)
+        made.stdin.close()
+        self._started.append(made)
+        return job
+
+    def run(self, *argv: str) -> SimpleNamespace:
+        assert argv[0] == "sacct"
+        for one in self._started:
+            one.wait()
+        return SimpleNamespace(stdout="".join(f"{job}|{self._state}\n" for job in argv[3].split(",")))
+
+
+SCALE = workload.PaperScale(0.1, 0.001, 0.1)
+COSTS = {workload.cost_name(program, cpus): 1.0 for program in workload.PROGRAMS for cpus in (1, 4)}
+
+
+def _bench(lab: _Slurm, home: Path) -> PaperBench:
+    return PaperBench(lab, None, programs.write_programs(home), home, lambda *_: None)  # type: ignore[arg-type]
+
+
+@needs_compiler
+def test_the_jobs_of_a_run_are_submitted_in_their_time_and_measured(tmp_path: Path) -> None:
+    lab = _Slurm(tmp_path)
+    jobs = [workload.PaperJob(1, 0.0, "cg", 4, 0.3), workload.PaperJob(2, 0.4, "cg", 1, 0.2)]
+    found = _bench(lab, tmp_path).run("workload-2", BARE_METAL, 1, jobs, SCALE, COSTS)
+    first, second = found.jobs
+    assert found.cpus == 22 and found.again == 0 and found.step == pytest.approx(0.01)
+    assert first.submitted == 0.0 and second.submitted >= 0.4
+    assert first.running >= 0.29 and 0 < first.computed <= first.running
+    assert second.overheads["slurm_schedule"] == pytest.approx(second.began - second.submitted)
+    assert lab.options[0][1:] == ("--cpus-per-task=4", "--mem=10", "--partition=bare")
+    assert len(found.busy) > 10 and all(0 <= one <= 1 for one in found.busy)
+    assert not list(tmp_path.glob("paper/said.*"))
+
+
+@needs_compiler
+def test_a_job_whose_program_fails_ends_the_run_and_says_why(tmp_path: Path) -> None:
+    jobs = [workload.PaperJob(1, 0.0, "hpl", 1, 0.0)]  # there is no hpcc
+    with pytest.raises(Broken, match="round 0 of hpl failed"):
+        _bench(_Slurm(tmp_path), tmp_path).run("workload-1", BARE_METAL, 1, jobs, SCALE, COSTS)
+
+
+@needs_compiler
+def test_a_job_that_does_not_complete_ends_the_run(tmp_path: Path) -> None:
+    jobs = [workload.PaperJob(1, 0.0, "cg", 1, 0.0)]
+    with pytest.raises(Broken, match="1 is FAILED"):
+        _bench(_Slurm(tmp_path, state="FAILED"), tmp_path).run("workload-1", BARE_METAL, 1, jobs, SCALE, COSTS)
 
 
 # --- what is recorded ----------------------------------------------------------------------------------

@@ -10,15 +10,13 @@ from statistics import fmean
 from multiverse_lab.bench.clusters import OVERHEADS, MeanOver, mean_over
 from multiverse_lab.bench.paper.published import (
     PUBLISHED_VALUES,
-    STEADY,
-    W1,
-    W2,
     PaperRuns,
     jobs_in,
     makespan,
     throughput,
 )
 from multiverse_lab.bench.paper.records import KINDS, PaperJobTimes, PaperRunTimes
+from multiverse_lab.bench.paper.workload import STEADY, W1, W2
 from multiverse_lab.bench.stats import Estimate, mean
 from multiverse_lab.bench.svg import BarChart, BarPanel, Chart, ChartLine, LineChart, StackedBar
 

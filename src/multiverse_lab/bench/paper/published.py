@@ -8,10 +8,9 @@ from statistics import fmean
 
 from multiverse_lab.bench.clusters import MeanOver, mean_over
 from multiverse_lab.bench.paper.records import BARE_METAL, FULL, INSTANT, PaperJobTimes, PaperRunTimes
+from multiverse_lab.bench.paper.workload import STEADY, W1, W2
 from multiverse_lab.bench.paper_cluster import STEP_OF_BUSY
 from multiverse_lab.bench.stats import Estimate, mean, ratio
-
-W1, W2, STEADY = "workload-1", "workload-2", "steady"
 
 PaperRuns = Mapping[tuple[str, str], Sequence[PaperRunTimes]]
 """The runs of each workload and kind, one for each seed."""

@@ -15,7 +15,8 @@ from multiverse_lab.bench.paper_cluster import JOBS, LARGE_JOB, jobs_of
 
 SHORT_CPUS, LARGE_CPUS = 1, 4
 SHORT_MEMORY, LARGE_MEMORY = 200, 800  # MiB that a job asks for
-WORKLOADS = ("workload-1", "workload-2", "steady")
+W1, W2, STEADY = "workload-1", "workload-2", "steady"
+WORKLOADS = (W1, W2, STEADY)
 PROGRAMS = ("cg", "hpl", "randomaccess")
 FULL_PROVISIONING = 87.0
 """Seconds that the paper's full clone takes while few others are made: the mean of steady arrivals."""
@@ -42,7 +43,7 @@ class PaperScale:
         return cluster_cpus(self.share)
 
     def claimable(self, workload: str) -> int:
-        return int(self.cpus * (_TWICE if workload == "workload-2" else 1.0))
+        return int(self.cpus * (_TWICE if workload == W2 else 1.0))
 
 
 def cluster_cpus(share: float) -> int:
@@ -75,9 +76,9 @@ class PaperJob:
 def jobs(workload: str, scale: PaperScale, seed: int) -> list[PaperJob]:
     """The first jobs of the paper's workload, so many as `share` says. Workload-1 is the first half of workload-2."""
     count = max(2, round(JOBS * scale.share))
-    count = (count + 1) // 2 if workload == "workload-1" else count
+    count = (count + 1) // 2 if workload == W1 else count
     rng = Random(f"{seed}/programs")
-    stretch = scale.second / scale.share if workload == "steady" else scale.second
+    stretch = scale.second / scale.share if workload == STEADY else scale.second
     found = []
     for number, arrival in zip(range(count), jobs_of(workload, seed, LAMBDA * scale.share), strict=False):
         cpus = LARGE_CPUS if arrival.batch.size == LARGE_JOB else SHORT_CPUS
