@@ -50,7 +50,9 @@ def test_the_scale_keeps_the_papers_proportion_of_running_to_provisioning() -> N
     assert {job.cpus for job in jobs} == {1, 4} and {job.memory for job in jobs} == {200, 800}
     assert {job.program for job in jobs} == set(workload.PROGRAMS)
     quick = workload.scaled(0.2, 17.4, 2, quick=True)
-    assert quick.second == pytest.approx(scale.second / 4)
+    assert quick.second == scale.second and quick.second_of_jobs == pytest.approx(scale.second / 4)
+    load = (87 + 245 / 4) / (87 + 245)
+    assert quick.second_of_gaps == pytest.approx(scale.second * load) and scale.second_of_gaps == scale.second
 
 
 def test_workload_1_is_the_first_half_of_workload_2_and_steady_jobs_come_evenly() -> None:
@@ -155,7 +157,7 @@ class _Slurm:
         return SimpleNamespace(stdout="".join(f"{job}|{self._state}\n" for job in argv[3].split(",")))
 
 
-SCALE = workload.PaperScale(0.1, 0.001, 0.1)
+SCALE = workload.PaperScale(0.1, 0.001, 1.0, 0.1)
 COSTS = {workload.cost_name(program, cpus): 1.0 for program in workload.PROGRAMS for cpus in (1, 4)}
 
 
@@ -259,7 +261,7 @@ def test_utilization_is_of_the_cpus_that_may_be_claimed() -> None:
 
 
 def _figures(runs: list[PaperRunTimes] = RUNS) -> dict[str, PaperFigure]:
-    return {one.key: one for one in figures(by_experiment(runs), 0.5)}
+    return {one.key: one for one in figures(by_experiment(runs), workload.PaperScale(0.1, 0.5, 0.5, 0.1))}
 
 
 def _ours(figure: PaperFigure, name: str) -> MeanOver:
@@ -286,6 +288,8 @@ def test_completion_times_are_clone_overheads_and_running() -> None:
     assert ratio.low is not None and ratio.high is not None and ratio.low < ratio.value < ratio.high
     (value,) = [value for value in one.values if value.name == "provisioning, full, mean"]
     assert value.published == "260 s" and value.in_paper == pytest.approx(46.0), "a second of the paper is half of one"
+    (value,) = [value for value in _figures()["makespan"].values if value.name == "workload-2, full"]
+    assert value.in_paper == pytest.approx(73.0 * 4), "and a quarter of one of a job"
 
 
 def test_the_overheads_are_those_that_the_paper_names_and_the_restart_is_zero_and_shown() -> None:
@@ -349,7 +353,7 @@ def _report() -> PaperReport:
     section = ReportSection(
         "more", "More", "About it.", "multiverse bench more", (), (("what", "s"), (("a & b", 1.5),)), ("A note.",)
     )
-    made = figures(by_experiment(RUNS), 0.5)
+    made = figures(by_experiment(RUNS), workload.PaperScale(0.1, 0.5, 0.5, 0.1))
     return PaperReport("The title", "A lead.", {"seed": "1"}, ("Not of hardware.",), made, (section,))
 
 

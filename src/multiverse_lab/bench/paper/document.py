@@ -25,7 +25,7 @@ def report_of(found: Mapping[str, Any]) -> PaperReport:
         "metal in one run, each figure beside the published one.",
         facts=_facts(found, scale, runs),
         warnings=_warnings(found, scale, runs),
-        figures=figures(by_experiment(runs), scale.second),
+        figures=figures(by_experiment(runs), scale),
         sections=_sections(found),
     )
 
@@ -45,7 +45,8 @@ def _facts(found: Mapping[str, Any], scale: PaperScale, runs: Sequence[PaperRunT
         f"with one CPU for two of the paper's; {most} jobs for its 100",
         "full clone alone": f"{fmean(full):.1f} s to provision (mean of {len(full)}); published: "
         f"{FULL_PROVISIONING:g} s",
-        "time": f"a second of the paper is {scale.second:.3f} s here; jobs are to run {running:.1f} s on average, "
+        "time": f"a second of the paper is {scale.second:.3f} s of a clone and {scale.second_of_jobs:.3f} s of a job "
+        f"here; jobs are to run {running:.1f} s on average, "
         f"{running / fmean(full):.2f} times a full clone's provisioning (the paper's: {_PROPORTION:.2f})",
         "programs": "HPL and RandomAccess of HPCC, and conjugate gradients in the manner of HPCG; CPU time of a round "
         f"in a VM that has the machine alone: {costs}",
@@ -68,9 +69,8 @@ _NUMBERS = (
     "none."
 )
 _QUICK = (
-    "This is a quick run: jobs and gaps are a quarter as long. So overheads weigh four times as much in makespan, "
-    "throughput and utilization, and what does not become shorter with them, above all provisioning, is four times too "
-    "long in the paper's time."
+    "This is a quick run: jobs are a quarter as long as their proportion to a full clone asks for, so overheads weigh "
+    "four times as much in makespan, throughput and utilization."
 )
 
 

@@ -16,7 +16,7 @@ from multiverse_lab.bench.paper.published import (
     throughput,
 )
 from multiverse_lab.bench.paper.records import KINDS, PaperJobTimes, PaperRunTimes
-from multiverse_lab.bench.paper.workload import STEADY, W1, W2
+from multiverse_lab.bench.paper.workload import STEADY, W1, W2, PaperScale
 from multiverse_lab.bench.stats import Estimate, mean
 from multiverse_lab.bench.svg import BarChart, BarPanel, Chart, ChartLine, LineChart, StackedBar
 
@@ -56,12 +56,15 @@ _TITLES = {W1: "workload-1: a burst, no over-commitment", W2: "workload-2: a bur
 _SHORT = {W1: "1", W2: "2", STEADY: "steady"}
 
 
-def figures(runs: PaperRuns, second: float) -> list[PaperFigure]:
-    """All figures. `second` is what a second of the paper is here."""
+_OF_JOBS = frozenset({"running", "makespan"})
+"""Figures of times that become shorter with the jobs of a quick run."""
+
+
+def figures(runs: PaperRuns, scale: PaperScale) -> list[PaperFigure]:
     made: list[PaperFigure] = []
 
     def add(key: str, title: str, about: str, charts: Sequence[Chart], data: DataTable) -> None:
-        made.append(PaperFigure(key, 6 + len(made), title, about, tuple(charts), _values(key, runs, second), data))
+        made.append(PaperFigure(key, 6 + len(made), title, about, tuple(charts), _values(key, runs, scale), data))
 
     for workload in (W1, W2):
         completion = f"completion-{_SHORT[workload]}"
@@ -101,8 +104,8 @@ _MAKESPAN = "From the first submission to the end of the last job."
 _THROUGHPUT = "All jobs of a workload by the time until all have run."
 
 
-def _values(key: str, runs: PaperRuns, second: float) -> tuple[ComparedValue, ...]:
-    found = []
+def _values(key: str, runs: PaperRuns, scale: PaperScale) -> tuple[ComparedValue, ...]:
+    found, second = [], scale.second_of_jobs if key in _OF_JOBS else scale.second
     for one in PUBLISHED_VALUES:
         if one.figure == key:
             ours = one.ours(runs)

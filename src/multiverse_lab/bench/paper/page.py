@@ -103,15 +103,17 @@ def _index(report: PaperReport) -> str:
         ("", f'<a href="#{section.key}">{escape(section.title)}</a>', "", "", "") for section in report.sections
     )
     heads = ("figure", "what", "for example", "published", "here")
-    return f'<section id="index"><h2>Figures</h2>{_table(heads, rows)}</section>'
+    return f'<section id="index"><h2>Figures</h2>{_table(heads, rows, right=(3, 4))}</section>'
 
 
 def _figure(one: PaperFigure) -> str:
-    rows = [
+    heads: tuple[str, ...] = ("", "published", "here (95 %)", "here, in the paper's time")
+    rows: list[tuple[str, ...]] = [
         (escape(value.name), escape(value.published), escape(shown(value.ours, value.unit)), _in_paper(value))
         for value in one.values
     ]
-    heads = ("", "published", "here (95 %)", "here, in the paper's time")
+    if not any(row[-1] for row in rows):
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
     return (
         f'<section id="{one.key}"><h2>{escape(one.title)} <small>figure {one.number}</small></h2>'
         f'<p class="about">{escape(one.about)}</p>{_drawings(one.charts)}'

@@ -3,6 +3,8 @@
 One CPU here stands for two of the paper's: a short job has 1 CPU and a large one 4, and a cluster of 220 cores is one
 of 110 CPUs. `share` is how much of that cluster and of its jobs there is, and `second` what a second of the paper is
 here. It follows from the measured time of a full clone, so that running times keep the paper's proportion to it.
+In a quick run jobs are shorter, clones are not: steady arrivals come so that a clone and its job together load the
+cluster as in the paper.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
+from statistics import fmean
 
-from multiverse_lab.bench.paper_cluster import JOBS, LARGE_JOB, jobs_of
+from multiverse_lab.bench.paper_cluster import JOBS, LARGE_JOB, RUNNING, jobs_of
 
 SHORT_CPUS, LARGE_CPUS = 1, 4
 SHORT_MEMORY, LARGE_MEMORY = 200, 800  # MiB that a job asks for
@@ -23,7 +26,7 @@ FULL_PROVISIONING = 87.0
 LAMBDA = 10.0
 """Jobs a second in a burst, on the whole cluster: the reading of the paper's λ that the simulation takes, too."""
 QUICK = 0.25
-"""The share of all times of the workload in a quick run."""
+"""The share of running times in a quick run."""
 
 _CLUSTER_CPUS = 110
 _TWICE = 2.0  # CPUs of workload-2 may be claimed so many times
@@ -31,11 +34,23 @@ _TWICE = 2.0  # CPUs of workload-2 may be claimed so many times
 
 @dataclass(frozen=True, slots=True)
 class PaperScale:
-    """How the paper's evaluation is scaled. `computing` is the part of a real CPU that one of the cluster has."""
+    """How the paper's evaluation is scaled. A second of the paper takes `second` of a clone, and `second` times
+    `shortened` of a job. `computing` is the part of a real CPU that one of the cluster has."""
 
     share: float
     second: float
+    shortened: float
     computing: float
+
+    @property
+    def second_of_jobs(self) -> float:
+        return self.second * self.shortened
+
+    @property
+    def second_of_gaps(self) -> float:
+        """Of steady arrivals: a clone and its job together load the cluster as in the paper."""
+        running = fmean(RUNNING)
+        return self.second * (FULL_PROVISIONING + running * self.shortened) / (FULL_PROVISIONING + running)
 
     @property
     def cpus(self) -> int:
@@ -55,7 +70,7 @@ def scaled(share: float, provisioning: float, real_cpus: int, *, quick: bool) ->
     this machine's: so over-commitment slows jobs down as little, or as much, as in the paper, whose cores had two
     threads each."""
     computing = real_cpus / (_TWICE * cluster_cpus(share))
-    return PaperScale(share, provisioning / FULL_PROVISIONING * (QUICK if quick else 1.0), min(1.0, computing))
+    return PaperScale(share, provisioning / FULL_PROVISIONING, QUICK if quick else 1.0, min(1.0, computing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +93,11 @@ def jobs(workload: str, scale: PaperScale, seed: int) -> list[PaperJob]:
     count = max(2, round(JOBS * scale.share))
     count = (count + 1) // 2 if workload == W1 else count
     rng = Random(f"{seed}/programs")
-    stretch = scale.second / scale.share if workload == STEADY else scale.second
+    stretch = scale.second_of_gaps / scale.share if workload == STEADY else scale.second_of_jobs
     found = []
     for number, arrival in zip(range(count), jobs_of(workload, seed, LAMBDA * scale.share), strict=False):
         cpus = LARGE_CPUS if arrival.batch.size == LARGE_JOB else SHORT_CPUS
-        seconds = arrival.batch.seconds * scale.second
+        seconds = arrival.batch.seconds * scale.second_of_jobs
         found.append(PaperJob(number + 1, arrival.at * stretch, rng.choice(PROGRAMS), cpus, seconds))
     return found
 
