@@ -122,3 +122,32 @@ def test_the_tasks_of_an_array_run_in_vms_in_spares_and_on_bare_metal_with_the_s
         assert not (directory / "lab" / "run").exists()
     finally:
         shutil.rmtree(directory)
+
+
+def test_the_papers_evaluation_runs_all_workloads_of_all_kinds_and_writes_its_page() -> None:
+    directory = Path(tempfile.mkdtemp(prefix="mvb-"))
+    directory.chmod(0o755)
+    program = Path(sys.executable).with_name("multiverse")
+    page, data = directory / "paper.html", directory / "data"
+    words = ["bench", "paper", "--quick", "--scale", "0.03", "--html", f"{page}", "--csv", f"{data}", "--json"]
+    try:
+        done = subprocess.run(
+            [program, *words, "--dir", f"{directory}/lab", "--images", f"{BUILT}"],
+            capture_output=True, text=True, timeout=2400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        ran = {(one["workload"], one["kind"]): one for one in found["runs"]}
+        assert len(ran) == 9 and {len(one["jobs"]) for one in ran.values()} == {2, 3}
+        assert [one["cpus"] for (workload, _), one in ran.items() if workload == "workload-2"] == [10] * 3
+        for (_, kind), one in ran.items():
+            for job in one["jobs"]:
+                assert job["computed"] > 0 and job["ended"] - job["began"] >= job["seconds"] * 0.99
+                assert job["overheads"]["slurm_restart"] == 0.0
+                assert (job["clone"] > 0) is (kind != "bare metal")
+                before = job["clone"] + sum(job["overheads"].values())
+                assert before == pytest.approx(job["began"] - job["submitted"], abs=0.2)
+        assert len(list(data.glob("figure-*.csv"))) == 9 and page.read_text().count("<svg") == 11
+        assert not (directory / "lab" / "run").exists() and not (directory / "lab" / "hpcc").exists()
+    finally:
+        shutil.rmtree(directory)

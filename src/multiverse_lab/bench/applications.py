@@ -33,7 +33,7 @@ PAPER = {EASJ: 4.0, EACJ: 8.0, SACJ: 6.0}
 LIMIT = 900.0
 """Seconds within which a job's applications must have run: on emulated CPUs HPCC takes about a minute."""
 
-_KERNEL = Path(__file__).with_name("kernels") / "bfs.c"
+_KERNELS = Path(__file__).with_name("kernels")
 _SCALE, _EDGES, _SEARCHES = 16, 16, 64  # many: two users' jobs begin up to two seconds apart
 _HPL_SIZE = 1000
 _PORT = 31000
@@ -91,14 +91,14 @@ Progress = Callable[[str, int, int, float], None]
 """Called with what was measured, the number of measurements done, the number of all, and the seconds it took."""
 
 
-def compile_kernel(to: Path) -> None:
-    """Compile the search for any guest. Raises `Broken` without a C compiler."""
-    argv = ["cc", "-O2", "-std=gnu11", "-static", "-o", str(to), str(_KERNEL)]
+def compile_kernel(to: Path, name: str = "bfs.c", *flags: str) -> None:
+    """Compile a kernel for any guest. Raises `Broken` without a C compiler."""
+    argv = ["cc", "-O2", "-std=gnu11", "-static", "-o", str(to), str(_KERNELS / name), *flags]
     try:
         subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         why = getattr(error, "stderr", None) or error
-        raise Broken(f"cannot compile {_KERNEL.name}: {why}", hint="install gcc and libc6-dev") from error
+        raise Broken(f"cannot compile {name}: {why}", hint="install gcc and libc6-dev") from error
 
 
 def run(

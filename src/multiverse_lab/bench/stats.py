@@ -89,3 +89,8 @@ def _compared(
     chance = random.Random(seed)
     drawn = [figure(chance.choices(one, k=len(one)), chance.choices(other, k=len(other))) for _ in range(RESAMPLES)]
     return Estimate(figure(one, other), percentile(drawn, 0.025), percentile(drawn, 0.975))
+
+
+def mean(samples: Sequence[float], seed: int = 1) -> Estimate | None:
+    """The mean, with its interval; None without samples."""
+    return ratio(samples, (1.0,), fmean, seed)

@@ -90,9 +90,10 @@ class ThroughputSamples:
 class TaskReports:
     """Receives the reports of tasks in a thread of its own: when each began, and when it ended."""
 
-    def __init__(self, host: str, seconds: float) -> None:
+    def __init__(self, host: str, seconds: float = 0.0) -> None:
         self._socket = socket.create_server((host, 0), backlog=512)
-        self.script = SCRIPT.format(host=host, port=self._socket.getsockname()[1], seconds=seconds)
+        self.port: int = self._socket.getsockname()[1]
+        self.script = SCRIPT.format(host=host, port=self.port, seconds=seconds)
         self.began: dict[str, float] = {}
         self.ended: dict[str, float] = {}
         self._selector, self._words = selectors.DefaultSelector(), dict[socket.socket, bytes]()

@@ -19,6 +19,7 @@ from multiverse_lab.cli import (
     long_queue,
     move,
     observations,
+    paper,
     passes,
     placement,
     report,
@@ -45,6 +46,7 @@ app.command("leases")(lease_day.lease_day)
 app.command("evictions")(evicted_week.evicted_week)
 app.command("lease-start")(lease_start.lease_start)
 app.command("observations")(observations.observations)
+app.command("paper")(paper.paper)
 app.command("planner")(passes.planner)
 app.command("submissions")(submissions.submissions)
 app.command("backfill")(backfill.backfill)

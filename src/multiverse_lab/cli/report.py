@@ -55,7 +55,7 @@ def all_benchmarks(
     all text outside of the regions of these benchmarks. Which figures changed beyond their intervals since the run that
     the page has is said, if that was on a machine alike. Without --write the regions are printed.
     """
-    commit = _commit()  # before the page itself is a change that is not committed
+    commit = commit_here()  # before the page itself is a change that is not committed
     before = _read(write) if write is not None else ""
     runs = [_file(path) for path in given or ()]
     for words in [shlex.split(one) for one in run or (() if given else ALL)]:
@@ -106,22 +106,22 @@ def _file(path: Path) -> BenchmarkRun:
         found, at = json_.loads(path.read_text()), path.stat().st_mtime
     except (OSError, ValueError) as error:
         raise Refused(f"{path} has no JSON: {error}", hint="give files that bench NAME --json has printed") from error
-    return reports.read(path.stem, found, _day(at))
+    return reports.read(path.stem, found, day(at))
 
 
-def _day(at: float) -> str:
+def day(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
 
 
 def _run(words: Sequence[str], commit: str, directory: Path, images: Path) -> BenchmarkRun:
     """Run a benchmark of this checkout, and say where and when."""
-    machine, at = machine_now(), _day(time.time())
+    machine, at = machine_now(), day(time.time())
     progress.present().say(f"bench {' '.join(words)}")
     result: Any = measure("this checkout", own_program(), words, directory, images)
     return BenchmarkRun(tuple(words), at, commit, machine, result)
 
 
-def _commit() -> str:
+def commit_here() -> str:
     """The commit of this checkout; empty where the code is in none."""
     try:
         return checkouts.here(IMAGES, DIRECTORY).commit

@@ -208,7 +208,7 @@ def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: M
         how = "fitted" if one.fitted else "within 10 %" if one.within else "differs"
         table.add_row(one.figure, one.published, shown(one.simulated, _plain), how)
     render.show(table, "Nothing was simulated.")
-    render.say(_summary(found), indent=0)
+    render.say(summary_of(found), indent=0)
     for why in dict.fromkeys(one.why for one in found if one.why):
         render.say(f"{', '.join(one.figure for one in found if one.why == why)}: {why}.")
     assumed = (
@@ -228,7 +228,7 @@ def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: M
     render.show(table, "Nothing was simulated.")
 
 
-def _summary(found: Sequence[Reproduced]) -> str:
+def summary_of(found: Sequence[Reproduced]) -> str:
     free = [one for one in found if not one.fitted]
     return f"{sum(one.within for one in free)} of {len(free)} figures that were not fitted are within 10 %."
 
@@ -273,7 +273,7 @@ def _paper_document(
         "cluster": asdict(paper_cluster.CLUSTER),
         "assumed": {"lambda": paper_cluster.ASSUMED},
         "reproduced": [asdict(one) for one in found],
-        "summary": _summary(found),
+        "summary": summary_of(found),
         "readings": {
             name: dict(zip(names, map(asdict, _reading(of_reading)), strict=True)) for name, of_reading in other.items()
         },
