@@ -7,12 +7,16 @@ from pathlib import Path
 from multiverse.system.processes import cpu_seconds_with_children, stat_fields
 
 
-def cost(job: str) -> tuple[float, float, float] | None:
+def cost(job: str, node: str = "") -> tuple[float, float, float] | None:
     """CPU seconds, unique MiB and proportional MiB of the job's slurmstepd and its descendants; None if there is no
-    such process. slurmd's own part (one fork) is not counted, so the baseline is a little too small, not too large."""
+    such process. slurmd's own part (one fork) is not counted, so the baseline is a little too small, not too large.
+
+    `node` is the control group of a node with control groups of its own, by which only what runs there counts. What a
+    job there has detached, as podman does, is in the control groups of the job.
+    """
     processes = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
     parents = {pid: parent for pid in processes if (parent := _parent(pid)) is not None}
-    found = {pid for pid in parents if _command(pid).startswith(f"slurmstepd: [{job}.")}
+    found = {pid for pid in parents if _is_of_job(pid, job, node)}
     if not found:
         return None
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
@@ -24,6 +28,18 @@ def cost(job: str) -> tuple[float, float, float] | None:
 def _parent(pid: int) -> int | None:
     fields = stat_fields(pid)
     return int(fields[1]) if fields else None
+
+
+def _is_of_job(pid: int, job: str, node: str) -> bool:
+    """Whether a process is a slurmstepd of the job, or in a control group of the job."""
+    is_stepd = _command(pid).startswith(f"slurmstepd: [{job}.")
+    if not node:
+        return is_stepd
+    try:
+        groups = Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return False
+    return f"/{node}/" in groups and (is_stepd or f"/job_{job}/" in groups)
 
 
 def _command(pid: int) -> str:

@@ -37,11 +37,13 @@ read -r _ <&3
 
 @dataclass(frozen=True, slots=True)
 class JobKind:
-    """A way to start a job, as options of sbatch. With `vm` False the job runs on bare metal."""
+    """A way to start a job, as options of sbatch. With `vm` False the job runs on bare metal. `script` connects to
+    {host} and {port}, and waits there."""
 
     name: str
     options: tuple[str, ...]
     vm: bool = True
+    script: str = SCRIPT
 
 
 WARM = "warm"
@@ -161,7 +163,7 @@ def run_job(
     bare_cost: BareCost,
 ) -> float:
     """Run one job and add its samples. Returns the seconds from submission to its first instruction."""
-    script = SCRIPT.format(host=listener.host, port=listener.port)
+    script = kind.script.format(host=listener.host, port=listener.port)
     began = time.monotonic()
     job = lab.submit(script, "--output=/dev/null", *kind.options)
     submitted = time.monotonic()
@@ -179,7 +181,7 @@ def run_job(
         add_timeline(samples, one)
         add_both_ends(samples, one, began, arrived)
     else:
-        _until_ended(lab, job)
+        until_ended(lab, job)
     return arrived - began
 
 
@@ -220,7 +222,8 @@ def _until_pools_are_full(client: Client) -> None:
     until(full, "the pools were not full")
 
 
-def _until_ended(lab: LabSession, job: str) -> None:
+def until_ended(lab: LabSession, job: str) -> None:
+    """Wait until Slurm has ended the job."""
     shown = ("squeue", "-h", "-j", job, "-t", "PD,R,CG")
     until(lambda: not lab.run(*shown).stdout.strip(), f"job {job} did not end", "see the lab's log/slurmctld.log")
 

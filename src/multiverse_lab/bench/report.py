@@ -428,6 +428,32 @@ def _spread(run: BenchmarkRun) -> Table:
     return (*heads, "from the resume until all go on"), rows
 
 
+def _containers(run: BenchmarkRun) -> Table:
+    beside = {one["kind"]: one for one in run.result["beside"]}
+    rows = [
+        (
+            name,
+            _interval(one["submit_to_start"], "s"),
+            _interval(beside[name]["ratio"]) if name in beside else "1",
+            _interval(beside[name]["excess"], "s") if name in beside else "0",
+            _interval(one["cpu_s"], "s"),
+            _interval(one["uss_mib"], "MiB", 1),
+        )
+        for name, one in run.result["kinds"].items()
+    ]
+    heads = ("kind", "submission to first instruction, median", "× bare metal", "more than bare metal")
+    return (*heads, "CPU time until then", "memory of its own"), rows
+
+
+def _isolation(found: Mapping[str, Any]) -> str:
+    """What each way isolates, and what made the containers."""
+    ways = list(found["kinds"])
+    rows = [(row, *(cells[way] for way in ways)) for row, cells in found["isolation"].items()]
+    lines = [_line(("a job …", *ways)), _line(["---"] * (len(ways) + 1)), *map(_line, rows)]
+    versions = "; ".join(found["programs"].values())
+    return "\n".join([*lines, *(["", f"Containers by {versions}."] if versions else [])])
+
+
 def _generic(run: BenchmarkRun) -> Table:
     """Every figure, where no table of its own is known."""
     figures = flatten(run.words[0], run.result)
@@ -455,10 +481,12 @@ _TABLES: dict[str, Callable[[BenchmarkRun], Table]] = {
     "move-encrypted": _move,
     "move-compressed": _move,
     "move-private": _move,
+    "containers": _containers,
 }
 _NOTES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "latency": _stages,
     "throughput": _parts,
     "queue": _ratios,
     "neighbours": _ratios,
+    "containers": _isolation,
 }

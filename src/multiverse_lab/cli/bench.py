@@ -116,12 +116,12 @@ def medians(samples: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def on_lab(
-    options: LabOptions, directory: Path, json: bool, measure: Callable[[LabSession], dict[str, Any]]
+    options: LabOptions, directory: Path, json: bool, measure: Callable[[LabSession], dict[str, Any]], site: str = ""
 ) -> dict[str, Any]:
-    """What `measure` returns for a lab with these options, which is stopped afterwards."""
+    """What `measure` returns for a lab with these options, and settings in `site`, which is stopped afterwards."""
 
     async def run() -> dict[str, Any]:
-        async with session(layout(directory), options, lab_progress(json)) as lab:
+        async with session(layout(directory), options, lab_progress(json), site) as lab:
             return await asyncio.to_thread(measure, lab)
 
     return interrupts.run(run())
@@ -141,7 +141,7 @@ async def _latency(directory: Path, images: Path, plan: LatencyPlan, json: bool)
     options = LabOptions(cores=8, memory=16384, image="slim", images=images, settings={})
     async with session(layout(directory), options, lab_progress(json), site) as lab, bare_slurmd(lab.lab):
         with Client(lab.settings.socket) as client:
-            await asyncio.to_thread(_warm_up, lab, client, plan.kinds)
+            await asyncio.to_thread(warm_up, lab, client, plan.kinds)
             samples = await asyncio.to_thread(latency.run, lab, client, plan, baremetal.cost, job_progress(json))
             host = host_figures(client)
     return {
@@ -156,7 +156,7 @@ async def _latency(directory: Path, images: Path, plan: LatencyPlan, json: bool)
     }
 
 
-def _warm_up(lab: LabSession, client: Client, kinds: Sequence[latency.JobKind]) -> None:
+def warm_up(lab: LabSession, client: Client, kinds: Sequence[latency.JobKind]) -> None:
     """Run one job of each kind that is not counted, to build the template and to fill the page cache."""
     latency.run(lab, client, LatencyPlan(1, 0, kinds), lambda job: None, lambda *_: None)
 

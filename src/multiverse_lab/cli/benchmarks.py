@@ -11,6 +11,7 @@ from multiverse_lab.cli import (
     burst,
     checkpoint,
     compare,
+    containers,
     density,
     evicted_week,
     injob,
@@ -40,6 +41,7 @@ app.command("across")(across.across)
 app.command("burst")(burst.burst)
 app.command("checkpoint")(checkpoint.checkpoint)
 app.command("compare")(compare.compare)
+app.command("containers")(containers.containers)
 app.command("density")(density.density)
 app.command("injob")(injob.injob)
 app.command("leases")(lease_day.lease_day)

@@ -30,7 +30,7 @@ from multiverse_lab.lab.program import multiverse as own_program
 ALL = (
     "latency", "burst 50", "burst 30 --every 10", "throughput", "density", "queue", "neighbours", "planner",
     "submissions", "observations", "scale", "sampling", "placement", "viewers",
-    "save", "checkpoint -t 2", "spread", "sleep",
+    "save", "checkpoint -t 2", "spread", "sleep", "containers",
     "move -m 2 --how private --large", "move -m 2", "move -m 2 --how compressed",
 )  # fmt: skip
 
