@@ -54,14 +54,24 @@ def test_a_user_is_added_with_every_group(accounts: dict[str, str]) -> None:
              "groups": [["alice", 2000], ["staff", 100], ["hpc", 2100]]}  # fmt: skip
     identity.add_users([alice])
     assert accounts["/etc/passwd"].splitlines() == [
-        "root:x:0:0:root:/root:/bin/bash",
         "alice:*:2000:2000::/home/alice:/bin/bash",
+        "root:x:0:0:root:/root:/bin/bash",
     ]
     groups = accounts["/etc/group"].splitlines()
     assert groups == ["root:x:0:", "users:x:100:bob,alice", "alice:*:2000:alice", "hpc:*:2100:alice"]
     before = dict(accounts)
     identity.add_users([alice])
     assert accounts == before
+
+
+def test_a_user_comes_before_others_of_the_same_number(accounts: dict[str, str]) -> None:
+    """uid 1 is the image's user alice, then the site's user bob, who is renamed while the VM is saved."""
+    bob = {"name": "bob", "uid": 1, "gid": 1, "home": "/home/bob", "shell": "/bin/sh", "groups": []}
+    for name in ("bob", "robert"):
+        identity.add_users([bob | {"name": name}])
+        first = next(line for line in accounts["/etc/passwd"].splitlines() if line.split(":")[2] == "1")
+        assert first == f"{name}:*:1:1::/home/bob:/bin/sh"
+    assert "alice:x:1:1::/old:/bin/sh" in accounts["/etc/passwd"].splitlines(), "a daemon of the image may need it"
 
 
 def test_an_address_request_has_the_kernels_layout() -> None:

@@ -76,14 +76,15 @@ def write_node_files(bootstrap: dict[str, Any], anew: bool = False) -> None:
 
 
 def add_users(users: list[dict[str, Any]]) -> None:
-    """Add passwd and group entries for `users`, replacing entries of the same user name. A group of the image with the
-    same number keeps its name and gets the user as a member."""
+    """Add passwd and group entries for `users`, replacing entries of the same user name. They precede an entry of the
+    same number, which the image may have, or the user under an earlier name. A group of the image with the same number
+    keeps its name and gets the user as a member."""
     passwd = read("/etc/passwd").splitlines()
     groups = [line.split(":") for line in read("/etc/group").splitlines() if line.count(":") >= 3]
     for user in users:
         name = user["name"]
         passwd = [line for line in passwd if not line.startswith(f"{name}:")]
-        passwd.append(f"{name}:*:{user['uid']}:{user['gid']}::{user['home']}:{user['shell']}")
+        passwd.insert(0, f"{name}:*:{user['uid']}:{user['gid']}::{user['home']}:{user['shell']}")
         for group, gid in user["groups"]:
             _add_to_group(groups, group, str(gid), name)
     write("/etc/passwd", "".join(f"{line}\n" for line in passwd))
