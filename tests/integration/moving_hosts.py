@@ -352,13 +352,13 @@ class MovingHosts:
         self._serials = itertools.count(1)
         self.groups: list[Path] = []
         self.hosts: dict[str, MovingHost] = {}
-        for name in ADDRESSES:
+        for name, size in zip(ADDRESSES, ((4, 8192), (3, 6144)), strict=True):  # VMs move to and from smaller hosts
             home = place / name
             home.mkdir()
             home.chmod(0o711)
             qemu = QemuSettings(images=images, templates=memory / name, vms=home / "vms", run=home / "run",
                                 bridge=BRIDGE, accel="tcg")  # fmt: skip
-            settings = Settings(state_dir=home, host=HostSettings(name, 4, 8192), qemu=qemu,
+            settings = Settings(state_dir=home, host=HostSettings(name, *size), qemu=qemu,
                                 image=ImageSettings(scratch=512))  # fmt: skip
             config = replace(host_config(settings, SITE), moves=moves)
             (home / "config.json").write_text(json.dumps(asdict(config), default=str))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from multiverse.config import Settings
 from multiverse.core.errors import Exhausted
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.identity import Identity, User
@@ -67,8 +68,7 @@ class Saver:
     def __init__(self, lab: LabUnderTest, directory: Path) -> None:
         self.lab = lab
         self.settings = replace(lab.settings, save=replace(lab.settings.save, enabled=True, directory=directory))
-        self.host = QemuHost(host_config(self.settings, SITE))
-        self.host.check()
+        self.host = self._host(self.settings)
         self.scheduler = SlurmScheduler(self.settings, SITE)
         self.key = ""  # by which states are encrypted
         self._serial = int(time.monotonic()) % 100
@@ -115,6 +115,17 @@ class Saver:
             self.host.create(spec)
         self._join(job)
         return job
+
+    def _host(self, settings: Settings) -> QemuHost:
+        made = QemuHost(host_config(settings, SITE))
+        made.check()
+        return made
+
+    def move_to_host(self, cores: int, memory: int) -> None:
+        """What was saved goes on on a host of another size."""
+        self.host.close()
+        self.settings = replace(self.settings, host=replace(self.settings.host, cores=cores, memory=memory))
+        self.host = self._host(self.settings)
 
     def save(self, job: SavedJob, behind: float = 0.0, *, keep: bool = False) -> None:
         """Save the job's VM, and destroy it. The job is frozen when the guest's clock is `behind` seconds late. `keep`:

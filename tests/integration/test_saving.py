@@ -50,7 +50,8 @@ print("mapped", number)
 
 @pytest.mark.parametrize("saves", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_saved_job_goes_on_with_its_files_and_keeps_its_exit_code(saver: Saver, saves: int) -> None:
-    """Two files on NFS, one open and one mapped. The guest's clock jumps an hour with each save."""
+    """Two files on NFS, one open and one mapped. With each save the guest's clock jumps an hour, and the job goes on on
+    a host of another size."""
     home, user = saver.lab.user.home, saver.lab.user.uid
     for name, content in (("maps.py", MAPS.encode()), ("mapped", bytes(4096))):
         (home / name).write_bytes(content)
@@ -59,10 +60,11 @@ def test_a_saved_job_goes_on_with_its_files_and_keeps_its_exit_code(saver: Saver
         f"echo begins; date +at=%s; python3 maps.py & exec 5>>open; {TICKS.replace('done', 'echo $i >&5; done')}; "
         "wait; date +at=%s; hostname; srun hostname; squeue -h -j $SLURM_JOB_ID -o %T; exit 7"
     )
-    for _ in range(saves):
+    for number in range(saves):
         saver.says("tick")
         saver.says("maps a file")
         saver.save(job, behind=3600.0)
+        saver.move_to_host(6 + number, 12288 - 2048 * number)
         before = ticks(saver)
         saver.restore(job)
         assert ticks(saver) >= before

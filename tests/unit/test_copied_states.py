@@ -57,6 +57,19 @@ def left(one: HostContext) -> list[str]:
     return [path.name for path in copies_of(one).iterdir() if path.name != ".storage"]
 
 
+def test_a_state_that_an_earlier_release_has_sealed_is_whole(one: HostContext) -> None:
+    """It did not record up to which size the machine could be plugged."""
+    file = save(one, KEY) / saves.FILE
+    facts = json.loads(file.read_text())
+    del facts["most"], facts["seal"]
+    sealed = saved_files.seal(KEY, json.dumps(facts | {"seal": ""}, sort_keys=True))
+    file.write_text(json.dumps(facts | {"seal": sealed}))
+    saves.copy(one, NAME, KEY)
+    file.write_text(json.dumps(facts | {"seal": sealed, "most": {"cpus": 9, "memory": 64}}))
+    with pytest.raises(Damaged):
+        saves.copy(one, NAME, KEY)
+
+
 @pytest.mark.parametrize("key", ["", KEY])
 def test_the_files_are_copied_as_they_are(one: HostContext, key: str) -> None:
     own = save(one, key)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import DiskCost
 from multiverse.core.model.vm import VmSpec
 from multiverse.system import files
@@ -179,6 +179,7 @@ class Manifest:
     group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone
     moving: Moving | None = None
     cpu: str = ""  # QEMU's CPU model; empty: written by a release that did not record it
+    most: Size | None = None  # up to which it can be plugged; None: written by a release that did not record it
     sleep: Sleep | None = None  # of a VM that is asleep, or is about to be
     told: bool | None = None  # whether its job runs, as its guest was told last after that sleep; None: nothing
     slept: int = 0  # the number of its last sleep that has ended: neither that one nor an earlier one is begun again

@@ -346,7 +346,7 @@ class IncomingVms:
             return replace(record, huge_memory=made)
 
         booted = Size(of.cpus, of.memory)
-        machine = saves.machine(host, spec, booted, image, paths, paths.disk).with_cpu(facts.machine.cpu)
+        machine = saves.machine(host, spec, booted, image, paths, paths.disk).as_made(facts.machine.cpu, of.most)
         parts = VmParts(machine, image, None, record, user, complete=complete, phase=VmPhase.INCOMING)
         return lifecycle.launch(host, spec, parts, VmStageTimer())
 

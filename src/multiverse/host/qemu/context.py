@@ -20,7 +20,7 @@ from multiverse.guest.protocol import DISK, TEMPLATE
 from multiverse.host import path_security
 from multiverse.host.cgroups import Cgroups, JobGroups
 from multiverse.host.firewall import Firewall
-from multiverse.host.manifest import Specification
+from multiverse.host.manifest import Manifest, Specification
 from multiverse.host.namespaces import System
 from multiverse.host.numa import NODES, NumaNodes
 from multiverse.host.qemu import abilities, cpus, disks
@@ -262,6 +262,10 @@ class HostContext:
         """The size up to which a VM can be plugged. Room costs memory, so a guest without hotplug gets none."""
         return Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
                     self._limits.memory if "plug_memory" in image.abilities else size.memory)  # fmt: skip
+
+    def most_of(self, known: Manifest, image: Image) -> Size:
+        """The size up to which the machine of a VM could be plugged: that of the host that made it."""
+        return known.most or self.largest(image, Size(known.cpus, known.memory))
 
     def allowance(self, size: Size) -> int:
         """MiB that the users of a VM of `size` may write to its disk."""

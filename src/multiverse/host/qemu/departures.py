@@ -206,10 +206,9 @@ class OutgoingVm:
         link = self._link = HostLink(self._dial("control"))
         kind, word = host.machine_kind(), secrets.token_hex(16)
         (self._paths.home / SHARED).write_text(word)
-        facts = Facts(replace(known, moving=None), image.key, replace(kind, cpu=known.cpu or kind.cpu),
-                      tuple(backends_of(monitor)),
-                      disk.stat().st_size if whole else 0,
-                      SharedDisk(self._paths.home, word, image.disk))  # fmt: skip
+        known = replace(known, moving=None, most=host.most_of(known, image))
+        facts = Facts(known, image.key, replace(kind, cpu=known.cpu or kind.cpu), tuple(backends_of(monitor)),
+                      disk.stat().st_size if whole else 0, SharedDisk(self._paths.home, word, image.disk))  # fmt: skip
         link.send(type="facts", facts=FACTS.dump_python(facts, mode="json"))
         sender.flatten(image.disk)  # meanwhile the other host makes the VM
         is_shared = self._expect("ready", "shares", timeout=_READY) == "shares"

@@ -145,7 +145,7 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
     booted = Size(saved.cpus, saved.memory)
     record = replace(record, cpus=booted.cpus, memory=booted.memory, total_cpus=saved.total_cpus,
                      total_memory=saved.total_memory, saved=spec.saved, uncut=saved.uncut, frozen=True,
-                     cpu=saved.cpu or record.cpu)  # fmt: skip
+                     cpu=saved.cpu or record.cpu, most=saved.most or record.most)  # fmt: skip
     saves.copy_files(host, spec, saved, image, paths)
     timer("overlay")
 
@@ -158,7 +158,7 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
         return replace(record, huge_memory=huge)
 
     machine = saves.machine(host, replace(spec, kind=saved.kind), booted, image, paths, paths.overlay)
-    machine = machine.with_cpu(saved.cpu)
+    machine = machine.as_made(saved.cpu, saved.most)
     return launch(host, spec, VmParts(machine, image, None, record, user, complete=complete), timer)
 
 
@@ -194,6 +194,7 @@ def allocate(
             template_build=template.build if template is not None else "",
             image=spec.image,
             cpu=host.accelerator.cpu,
+            most=host.largest(image, booted),
         )
         manifest.write(host.paths(spec.name).home, record)
     return record, user

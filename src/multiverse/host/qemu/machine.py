@@ -143,9 +143,11 @@ class QemuMachine:
     mtu: int = 0  # the largest packet that its interface sends; 0: Ethernet's 1500 bytes
     regions: tuple[Memory, ...] = ()  # memory that it shares with others, before a device for it is plugged
 
-    def with_cpu(self, model: str) -> QemuMachine:
-        """The same with that CPU model; with its own if it is empty."""
-        return replace(self, accelerator=replace(self.accelerator, model=model or self.accelerator.model))
+    def as_made(self, model: str, most: Size | None) -> QemuMachine:
+        """The same with the CPU model of another QEMU, and the size up to which that can be plugged: QEMU restores a
+        state only into the same. What is not known stays."""
+        accelerator = replace(self.accelerator, model=model or self.accelerator.model)
+        return replace(self, accelerator=accelerator, limits=most or self.limits)
 
     def shape(self) -> list[str]:
         """The arguments that must be the same for a template and its clones."""

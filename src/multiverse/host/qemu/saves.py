@@ -77,6 +77,7 @@ class SavedVm:
     backing: str = ""  # the image's disk, as `disk.qcow2` names it
     backends: tuple[str, ...] = ()  # of plugged memory, by name: the state is read into backends of the same names
     uncut: bool = False  # a checkpoint: its job is frozen, and was not cut off from its run
+    most: Size | None = None  # up to which it can be plugged; None: written by a release that did not record it
 
     @property
     def cpu(self) -> str:
@@ -238,10 +239,12 @@ def _check_seal(saved: SavedVm, name: str, key: str) -> None:
 
 
 def _sealed(saved: SavedVm, key: str) -> SavedVm:
-    """Without a key nobody can change what a restore goes by."""
+    """Without a key nobody can change what a restore goes by. What is None is not sealed: an earlier release did not
+    have it."""
     if not key:
         return saved
-    return replace(saved, seal=saved_files.seal(key, json.dumps(asdict(replace(saved, seal="")), sort_keys=True)))
+    facts = {name: value for name, value in asdict(replace(saved, seal="")).items() if value is not None}
+    return replace(saved, seal=saved_files.seal(key, json.dumps(facts, sort_keys=True)))
 
 
 def copy_files(host: HostContext, spec: Specification, saved: SavedVm, image: Image, paths: Paths) -> None:
@@ -328,7 +331,7 @@ def write_files(host: HostContext, known: Manifest, saved: str, key: str, how: W
             cpus=known.cpus, memory=known.memory, total_cpus=known.total_cpus or known.cpus,
             total_memory=known.total_memory or known.memory, disk=known.disk, state=state, overlay=overlay,
             written=time.time(), encrypted=bool(key), backing=str(image.disk), backends=backends,
-            uncut=how.disk is not None,
+            uncut=how.disk is not None, most=host.most_of(known, image),
         )  # fmt: skip
         files.create_whole(work / FILE, json.dumps(asdict(_sealed(facts, key))).encode())
         shutil.rmtree(final, ignore_errors=True)  # of another VM, after a database was restored

@@ -339,6 +339,7 @@ def _restore(
         timer("restore")
         return replace(record, huge_memory=made)
 
-    machine = saves.machine(host, spec, Size(known.cpus, known.memory), image, paths, paths.disk).with_cpu(known.cpu)
+    machine = saves.machine(host, spec, Size(known.cpus, known.memory), image, paths, paths.disk)
+    machine = machine.as_made(known.cpu, known.most)
     parts = VmParts(machine, image, None, known, host.uids.user(known.uid), complete=complete, phase=VmPhase.ASLEEP)
     return lifecycle.launch(host, spec, parts, timer)
