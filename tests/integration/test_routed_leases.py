@@ -58,9 +58,11 @@ def routed(accelerator: Path) -> Iterator[LabUnderTest]:
     slim()
     options = LabOptions(hosts=2, physical=1, routed=True, cores=4, memory=6144)
     with new_lab(accelerator, options, controller=False) as made:
-        lease = '[[lease]]\npartition = "physical"\nmin_wait = 1\nidle = 5\ntime_limit = 1200\nmax = 2\n'
+        lease = '[[lease]]\npartition = "physical"\nmin_wait = 1\nidle = 5\ntime_limit = 1800\nmax = 2\n'
         # Two of them fit on the node.
-        (made.where.etc / "site.toml").write_text(f"{lease}cpus = 2\nmemory = 2800\n")
+        (made.where.etc / "site.toml").write_text(
+            f"{lease}cpus = 2\nmemory = 2800\n[rebalance]\nkeeps = 86400\n"  # packing alone moves nothing
+        )
         with (made.where.etc / "site.conf").open("a") as file:
             file.write("KillWait=75\n")  # VMs leave a pilot that is told to end
         asyncio.run(lifecycle.up(made.where, options))
@@ -186,7 +188,7 @@ def test_a_vm_moves_between_leases_of_one_node_and_off_it(routed: LabUnderTest, 
     where = " ".join(map(str, json.loads((home / "peer.listens").read_text())))
 
     def begin(name: str, script: str) -> str:
-        job = routed.sbatch(script, "-c1", "--mem=700", "--time=10", f"--output={home}/{name}.out")
+        job = routed.sbatch(script, "-c1", "--mem=250", "--time=10", f"--output={home}/{name}.out")
         until(f"{name} runs on a lease", lambda: on_lease(job), 240)
         return job
 
@@ -195,8 +197,9 @@ def test_a_vm_moves_between_leases_of_one_node_and_off_it(routed: LabUnderTest, 
         return bool(found) and found[0]["state"] == "serving" and found[0]["host"].startswith("lease-")
 
     def host_of(job: str) -> str:
-        (vm,) = vms_of(client, job)
-        return str(vm["host"]) if vm["state"] == "serving" else ""
+        found = vms_of(client, job)
+        assert found, (client.jobs(job), client.timeline(job))
+        return str(found[0]["host"]) if found[0]["state"] == "serving" else ""
 
     waits = "until [ -e {}/{}.ends ]; do sleep 0.2; done"
     leaves, stays = (begin(name, waits.format(home, name)) for name in ("leaves", "stays"))
