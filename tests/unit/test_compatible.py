@@ -74,8 +74,10 @@ def test_a_drained_host_is_not_compatible() -> None:
 
 def test_asking_takes_nothing() -> None:
     here = context(h1={}, h2={})
+    first = names(here)
     before = {name: list(free) for name, free in here.state.free.free.items()}
-    assert names(here) == names(here)
+    assert before.keys() == {"h1", "h2"}
+    assert names(here) == first
     assert {name: list(free) for name, free in here.state.free.free.items()} == before
     assert plan(here.state, here.world, [], NOW + 1, POLICY) == []
 

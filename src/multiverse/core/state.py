@@ -7,9 +7,9 @@ A pass costs its moves, not all rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from multiverse.core.capacity_index import CapacityIndex, SlotTable, Touched
@@ -339,7 +339,8 @@ class State(LiveRows):
 
     def _in(self, kind: RowKind, states: Iterable[object]) -> list[int]:
         ids = self._indexes.by_state.ids
-        return sorted(id_ for state in states for id_ in ids((kind, state)))
+        found = [some for state in states if (some := ids((kind, state)))]
+        return sorted(found[0]) if len(found) == 1 else sorted(chain.from_iterable(found))
 
     def attempts_in(self, *states: AttemptState) -> list[Attempt]:
         return [self.attempts[id_] for id_ in self._in("attempt", states)]
@@ -491,19 +492,23 @@ class State(LiveRows):
         return self._unknown
 
 
-@contextmanager
-def quarantine_on_error(state: State, key: Key) -> Iterator[None]:
+class quarantine_on_error:  # no generator: it is entered for each row of each pass
     """A fault of ours in deciding about one record quarantines that record, and no other record is affected."""
-    try:
-        yield
-    except Exception as error:
-        row = state.get(key)
-        if row is None:
-            raise
-        if row.quarantined:
-            return
-        why = Why.FAULT(Why.SAID(text=repr(error)))
-        state.move(quarantine(row, why))
+
+    __slots__ = ("_key", "_state")
+
+    def __init__(self, state: State, key: Key) -> None:
+        self._state, self._key = state, key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, Exception) or (row := self._state.get(self._key)) is None:
+            return False
+        if not row.quarantined:
+            self._state.move(quarantine(row, Why.FAULT(Why.SAID(text=repr(error)))))
+        return True
 
 
 def quarantine(row: Row, why: Reason) -> Change:

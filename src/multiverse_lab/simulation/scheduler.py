@@ -287,6 +287,7 @@ class SimulatedSlurm(SimulatedScheduler):
     ) -> None:
         super().__init__(cluster, find_user, rng, latencies)
         self._image, self._pilots = image or ImageSettings(), pilots
+        self.exact = False
         self._drained: dict[str, float] = {}  # nodes that are to be deleted, and since when they are drained
         self.saving, self.standing_in = SimulatedSaving(self), SimulatedStandingIn(self)
         self.preempting = SimulatedPreempting(self)
@@ -347,15 +348,15 @@ class SimulatedSlurm(SimulatedScheduler):
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
     ) -> SchedulerPart:
         """See `ports.Parts`. Nothing is asked of slurmctld if nothing but the offers is wanted. Now and then it reads
-        less than was asked for, and all nodes in place of some."""
+        less than was asked for, and all nodes in place of some, unless it is `exact`."""
         if not (jobs or users or nodes):
             return self._part((), (), ())
         await self.reach()
-        everything = self.rng.random() < 0.9
+        everything = self.exact or self.rng.random() < 0.9
         asked = sorted(jobs) if everything else [job_id for job_id in sorted(jobs) if self.rng.random() < 0.5]
         of_users = sorted(users) if everything else [uid for uid in sorted(users) if self.rng.random() < 0.5]
         part = self._part(asked, of_users, nodes)
-        if nodes and self.rng.random() < 0.5:
+        if nodes and not self.exact and self.rng.random() < 0.5:
             part = replace(part, nodes=self.cluster.shown_nodes(self.cluster.nodes), all_nodes=True)
         await self.reply()
         return part

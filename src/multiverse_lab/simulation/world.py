@@ -119,7 +119,9 @@ class SimulatedWorld:
         if isinstance(self.cluster, GridCluster):
             return SimulatedGrid(self.cluster, self.user, rng)
         pilots = self.pilots if self.settings.physical.count else None
-        return SimulatedSlurm(self.cluster, self.user, rng, self.settings.commands, image=image, pilots=pilots)
+        slurm = SimulatedSlurm(self.cluster, self.user, rng, self.settings.commands, image=image, pilots=pilots)
+        slurm.exact = not self.settings.remembers
+        return slurm
 
     def hypervisor(self, rng: Random) -> Hypervisor:
         """The port of this world's hypervisor."""

@@ -31,6 +31,9 @@ from multiverse.core.policy import Backfill
 _LATER = 60.0  # seconds by which the first job may have to wait longer than its user was told before it is told anew
 _PASSED = 10  # jobs that are passed at most for each job that may be looked at
 _KEPT = 8  # of so many different requests it is remembered when hosts will have room for them
+_UNBUILT = (
+    5.0  # seconds by which a slot may be too early where nobody builds the template: then nothing is computed anew
+)
 _SOONER = 300.0  # seconds by which it starts sooner at least, and a quarter of what is left, to be told anew
 
 
@@ -75,6 +78,7 @@ def _slots_on(
     if claims[host].cpus > context.in_sight[host].capacity.cpus:
         return HostSlots()  # however many CPUs may be claimed together, one VM has no more than are declared
     delay, build, now = 0.0, Size(0, 0), context.now
+    right_for = inf  # seconds, because of the template
     if choice.forks:
         row = context.state.template_for(template_key(context, attempt, host, choice.sizes[host]))
         delay = context.policy.template_seconds
@@ -82,8 +86,9 @@ def _slots_on(
             case TemplateState.READY:
                 delay = 0.0
             case TemplateState.BUILDING if row:
-                delay = max(0.0, context.unix(row.since) + delay - now)
+                delay = right_for = max(0.0, context.unix(row.since) + delay - now)
             case None:
+                right_for = _UNBUILT
                 build = template_claim(choice.sizes[host], context.hosts[host], context.image_of(attempt))
             case _:
                 return HostSlots()  # it is broken, or on its way out: nobody can tell when there is another
@@ -97,8 +102,10 @@ def _slots_on(
         held = min(attempt.request.nodes, _holds(free, claims[host]))
         more = attempt.request.most_on_a_host(held) - len(slots)
         slots += [Slot(max(at, now) + delay, host, build, step > len(releases))] * more
-    steady = not delay and all(one.steady for one in releases) and bool(releases or not cleared.size.memory)
-    return HostSlots(slots, min((one.at for one in releases), default=inf) if steady else now)
+    steady = all(one.steady for one in releases) and bool(releases or not cleared.size.memory)
+    if not steady or (delay and releases):
+        return HostSlots(slots, now)
+    return HostSlots(slots, min((one.at for one in releases), default=now + right_for if delay else inf))
 
 
 def _cleared(context: Context, attempt: Attempt, choice: Choice, host: str, last: float) -> Release:

@@ -796,6 +796,12 @@ ATTEMPT_EFFECTS = {
 
 
 def effect_text(attempt: Attempt) -> str:
-    texts = {EffectKind.HOLD: attempt.note, EffectKind.PIN: attempt.choice}
-    ends = dict.fromkeys((EffectKind.WARN, EffectKind.PREEMPT, EffectKind.REVOKE), attempt.reason)
-    return text_of((texts | ends).get(ATTEMPT_EFFECTS[attempt.state]))
+    match ATTEMPT_EFFECTS[attempt.state]:
+        case EffectKind.HOLD:
+            return text_of(attempt.note)
+        case EffectKind.PIN:
+            return text_of(attempt.choice)
+        case EffectKind.WARN | EffectKind.PREEMPT | EffectKind.REVOKE:
+            return text_of(attempt.reason)
+        case _:
+            return ""
