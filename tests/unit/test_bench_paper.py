@@ -172,7 +172,7 @@ def test_the_jobs_of_a_run_are_submitted_in_their_time_and_measured(tmp_path: Pa
     found = _bench(lab, tmp_path).run("workload-2", BARE_METAL, 1, jobs, SCALE, COSTS)
     first, second = found.jobs
     assert found.cpus == 22 and found.again == 0 and found.step == pytest.approx(0.01)
-    assert first.submitted == 0.0 and second.submitted >= 0.4
+    assert first.submitted == 0.0 and second.submitted > 0.2
     assert first.running >= 0.29 and 0 < first.computed <= first.running
     assert second.overheads["slurm_schedule"] == pytest.approx(second.began - second.submitted)
     assert lab.options[0][1:] == ("--cpus-per-task=4", "--mem=10", "--partition=bare")

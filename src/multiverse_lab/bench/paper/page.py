@@ -93,11 +93,11 @@ def shown(value: MeanOver | None, unit: str) -> str:
 def _index(report: PaperReport) -> str:
     rows = []
     for one in report.figures:
-        first = one.values[0] if one.values else None
+        last = one.values[-1] if one.values else None
         rows.append((
             f'<a href="#{one.key}">{one.number}</a>', f'<a href="#{one.key}">{escape(one.title)}</a>',
-            escape(first.name) if first else "", escape(first.published) if first else "",
-            escape(shown(first.ours, first.unit)) if first else "",
+            escape(last.name) if last else "", escape(last.published) if last else "",
+            escape(shown(last.ours, last.unit)) if last else "",
         ))  # fmt: skip
     rows.extend(
         ("", f'<a href="#{section.key}">{escape(section.title)}</a>', "", "", "") for section in report.sections
