@@ -89,9 +89,9 @@ def test_a_job_in_a_vm_isolates_all() -> None:
     assert found["has the machine's kernel"] == "no"
     assert found["reads the machine's kernel log"] == "no: that of a kernel of its own"
     assert found["is root inside"] == "no: uid 30707"
-    assert found["its processes stay inside"] == "yes: none of 200"
+    assert found["has its processes among the machine's"] == "no: none of 200"
     assert found["makes a file of root's in the shared directory"] == "no: it is the user's"
-    assert found["memory beyond the request is refused"] == "yes: killed"
+    assert found["uses more memory than it requested"] == "no: killed"
 
 
 def test_a_job_that_isolates_nothing_says_so() -> None:
@@ -100,9 +100,9 @@ def test_a_job_that_isolates_nothing_says_so() -> None:
         "mounting": "yes", "clock": True, "memory": "got it",
     }  # fmt: skip
     found = cells(IsolationAnswers(said, machine_kernel=True, machine_log=True, owner=0, seen=200), USER)
-    stays, memory = found.pop("its processes stay inside"), found.pop("memory beyond the request is refused")
+    stays, memory = found.pop("has its processes among the machine's"), found.pop("uses more memory than it requested")
     assert set(found.values()) == {"yes"}
-    assert stays == "no: 200 of 200 are on the machine" and memory == "no: it got it"
+    assert stays == "yes: 200 of 200" and memory == "yes"
 
 
 def test_what_was_not_tried_is_not_called_isolated() -> None:
@@ -111,7 +111,7 @@ def test_what_was_not_tried_is_not_called_isolated() -> None:
     assert found["sees another user's process on its machine"] == "yes"
     assert {word for row, word in found.items() if row != "sees another user's process on its machine"} == {"not tried"}
     ended = cells(IsolationAnswers({**_ALONE, "memory": "tries"}), USER)
-    assert ended["memory beyond the request is refused"] == "yes: the job ended"
+    assert ended["uses more memory than it requested"] == "no: the job ended"
 
 
 def test_only_processes_of_the_job_on_its_node_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
