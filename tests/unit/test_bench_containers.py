@@ -17,6 +17,7 @@ from multiverse_lab.bench import baremetal, containers, isolation
 from multiverse_lab.bench.containers import BARE, WAYS, bundle_configuration, check_packages, compared, figures, ways_of
 from multiverse_lab.bench.isolation import IsolationAnswers, cells, program
 from multiverse_lab.bench.latency import LatencySamples
+from multiverse_lab.bench.report import BenchmarkRun, region
 
 USER = 30707
 HOME = Path("/home/ada")
@@ -157,3 +158,19 @@ def test_the_program_finds_another_users_process_file_and_port(tmp_path: Path) -
     assert found.said["kernel"] == [os.uname().release, os.uname().version] and found.said["uid"] == os.getuid()
     assert found.said["started"] == found.seen == 3 and found.said["memory"] == "got it"
     assert (tmp_path / f"{token}-7").exists()
+
+
+def test_the_page_has_each_figure_beside_bare_metal_and_what_each_way_isolates() -> None:
+    middle = {"p50": 1.0, "low": 0.5, "high": 2.0}
+    times = {"value": 1.5, "low": 1.25, "high": 1.75}
+    run = BenchmarkRun(("containers",), "2026-11-30", "", None, {
+        "programs": {"podman": "podman version 4.3.1", "crun": "crun version 1.8.1"},
+        "kinds": {way: {"submit_to_start": middle, "cpu_s": middle, "uss_mib": middle} for way in (BARE, "podman")},
+        "beside": [{"kind": "podman", "ratio": times, "excess": times}],
+        "isolation": {"is root inside": {BARE: "no: uid 30707", "podman": "yes"}},
+    })  # fmt: skip
+    text = region(run)
+    assert "| bare_metal | 1.00 s (0.50 to 2.00) | 1 | 0 | 1.00 s (0.50 to 2.00) | 1.0 MiB (0.5 to 2.0) |" in text
+    assert "| podman | 1.00 s (0.50 to 2.00) | 1.50 (1.25 to 1.75) | 1.50 s (1.25 to 1.75) |" in text
+    assert "| a job … | bare_metal | podman |\n| --- | --- | --- |\n| is root inside | no: uid 30707 | yes |" in text
+    assert text.endswith("Containers by podman version 4.3.1; crun version 1.8.1.\n")
