@@ -111,6 +111,8 @@ def test_what_was_not_tried_is_not_called_isolated() -> None:
     found = cells(IsolationAnswers({"other_process": True}), USER)
     assert found["sees another user's process on its machine"] == "yes"
     assert {word for row, word in found.items() if row != "sees another user's process on its machine"} == {"not tried"}
+    failed = cells(IsolationAnswers({**_ALONE, "memory": None}), USER)  # for another reason than memory
+    assert failed["uses more memory than it requested"] == "not tried"
     ended = cells(IsolationAnswers({**_ALONE, "memory": "tries"}), USER)
     assert ended["uses more memory than it requested"] == "no: the job ended"
 
