@@ -17,6 +17,7 @@ from multiverse_lab.bench import baremetal, containers, isolation
 from multiverse_lab.bench.containers import BARE, WAYS, bundle_configuration, check_packages, compared, figures, ways_of
 from multiverse_lab.bench.isolation import IsolationAnswers, cells, program
 from multiverse_lab.bench.latency import LatencySamples
+from multiverse_lab.bench.report import BenchmarkRun, region
 
 USER = 30707
 HOME = Path("/home/ada")
@@ -89,9 +90,9 @@ def test_a_job_in_a_vm_isolates_all() -> None:
     assert found["has the machine's kernel"] == "no"
     assert found["reads the machine's kernel log"] == "no: that of a kernel of its own"
     assert found["is root inside"] == "no: uid 30707"
-    assert found["its processes stay inside"] == "yes: none of 200"
+    assert found["has its processes among the machine's"] == "no: none of 200"
     assert found["makes a file of root's in the shared directory"] == "no: it is the user's"
-    assert found["memory beyond the request is refused"] == "yes: killed"
+    assert found["uses more memory than it requested"] == "no: killed"
 
 
 def test_a_job_that_isolates_nothing_says_so() -> None:
@@ -100,9 +101,9 @@ def test_a_job_that_isolates_nothing_says_so() -> None:
         "mounting": "yes", "clock": True, "memory": "got it",
     }  # fmt: skip
     found = cells(IsolationAnswers(said, machine_kernel=True, machine_log=True, owner=0, seen=200), USER)
-    stays, memory = found.pop("its processes stay inside"), found.pop("memory beyond the request is refused")
+    stays, memory = found.pop("has its processes among the machine's"), found.pop("uses more memory than it requested")
     assert set(found.values()) == {"yes"}
-    assert stays == "no: 200 of 200 are on the machine" and memory == "no: it got it"
+    assert stays == "yes: 200 of 200" and memory == "yes"
 
 
 def test_what_was_not_tried_is_not_called_isolated() -> None:
@@ -110,8 +111,10 @@ def test_what_was_not_tried_is_not_called_isolated() -> None:
     found = cells(IsolationAnswers({"other_process": True}), USER)
     assert found["sees another user's process on its machine"] == "yes"
     assert {word for row, word in found.items() if row != "sees another user's process on its machine"} == {"not tried"}
+    failed = cells(IsolationAnswers({**_ALONE, "memory": None}), USER)  # for another reason than memory
+    assert failed["uses more memory than it requested"] == "not tried"
     ended = cells(IsolationAnswers({**_ALONE, "memory": "tries"}), USER)
-    assert ended["memory beyond the request is refused"] == "yes: the job ended"
+    assert ended["uses more memory than it requested"] == "no: the job ended"
 
 
 def test_only_processes_of_the_job_on_its_node_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -157,3 +160,19 @@ def test_the_program_finds_another_users_process_file_and_port(tmp_path: Path) -
     assert found.said["kernel"] == [os.uname().release, os.uname().version] and found.said["uid"] == os.getuid()
     assert found.said["started"] == found.seen == 3 and found.said["memory"] == "got it"
     assert (tmp_path / f"{token}-7").exists()
+
+
+def test_the_page_has_each_figure_beside_bare_metal_and_what_each_way_isolates() -> None:
+    middle = {"p50": 1.0, "low": 0.5, "high": 2.0}
+    times = {"value": 1.5, "low": 1.25, "high": 1.75}
+    run = BenchmarkRun(("containers",), "2026-11-30", "", None, {
+        "programs": {"podman": "podman version 4.3.1", "crun": "crun version 1.8.1"},
+        "kinds": {way: {"submit_to_start": middle, "cpu_s": middle, "uss_mib": middle} for way in (BARE, "podman")},
+        "beside": [{"kind": "podman", "ratio": times, "excess": times}],
+        "isolation": {"is root inside": {BARE: "no: uid 30707", "podman": "yes"}},
+    })  # fmt: skip
+    text = region(run)
+    assert "| bare_metal | 1.00 s (0.50 to 2.00) | 1 | 0 | 1.00 s (0.50 to 2.00) | 1.0 MiB (0.5 to 2.0) |" in text
+    assert "| podman | 1.00 s (0.50 to 2.00) | 1.50 (1.25 to 1.75) | 1.50 s (1.25 to 1.75) |" in text
+    assert "| a job … | bare_metal | podman |\n| --- | --- | --- |\n| is root inside | no: uid 30707 | yes |" in text
+    assert text.endswith("Containers by podman version 4.3.1; crun version 1.8.1.\n")

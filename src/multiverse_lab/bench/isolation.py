@@ -57,7 +57,8 @@ class IsolationAnswers:
 
 
 def cells(found: IsolationAnswers, user: int) -> dict[str, str]:
-    """The cells of one way by row: what was found, in words. `user` is the uid of the job's user outside."""
+    """The cells of one way by row: what was found, in words; "yes" says that it does not isolate. `user` is the uid of
+    the job's user outside."""
     said = found.said
     return {name: cell(found, user) if said else "the job did not report" for name, cell in _ROWS.items()}
 
@@ -93,16 +94,14 @@ def _memory(found: IsolationAnswers, _: int) -> str:
     said = found.said.get("memory")
     if said is None:
         return "not tried"
-    return {"killed": "yes: killed", "refused": "yes: refused", "got it": "no: it got it"}.get(
-        str(said), "yes: the job ended"
-    )
+    return {"killed": "no: killed", "refused": "no: refused", "got it": "yes"}.get(str(said), "no: the job ended")
 
 
 def _bomb(found: IsolationAnswers, _: int) -> str:
     started = found.said.get("started")
     if started is None or found.seen is None:
         return "not tried"
-    return f"no: {found.seen} of {started} are on the machine" if found.seen else f"yes: none of {started}"
+    return f"yes: {found.seen} of {started}" if found.seen else f"no: none of {started}"
 
 
 Cell = Callable[[IsolationAnswers, int], str]
@@ -117,8 +116,8 @@ _ROWS: dict[str, Cell] = {
     "mounts a file system": _mounts,
     "sets the clock": lambda found, _: _yes(found.said.get("clock")),
     "makes a file of root's in the shared directory": _owner,
-    "its processes stay inside": _bomb,
-    "memory beyond the request is refused": _memory,
+    "has its processes among the machine's": _bomb,
+    "uses more memory than it requested": _memory,
 }
 
 

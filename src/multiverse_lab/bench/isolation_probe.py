@@ -150,7 +150,7 @@ def processes() -> Any:
 def memory() -> Any:
     """What becomes of a process that uses more memory than the job has requested."""
     status = _in_child(_use)
-    return "killed" if status < 0 else "refused" if status == _NO_MEMORY else "got it"
+    return "killed" if status < 0 else {0: "got it", _NO_MEMORY: "refused"}.get(status)
 
 
 def _use() -> int:
