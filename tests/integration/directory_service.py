@@ -8,6 +8,7 @@ this mount namespace has. Names are of the form USER@example.org, as where an Ac
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import shutil
 import signal
@@ -182,7 +183,8 @@ class Directory:
             _end(process)
         (ETC / "nsswitch.conf").write_text(self._nsswitch)
         subprocess.run(["umount", str(_SSS)], check=False)
-        _SSS.rmdir()
+        with contextlib.suppress(OSError):  # it was not made, or the machine's own sssd has files there
+            _SSS.rmdir()
 
 
 def _build_root() -> None:
