@@ -360,6 +360,7 @@ def context(place: Path, host: str) -> Any:
         check_name=lambda name: None,
         image=lambda name: SimpleNamespace(key="key", disk=Path("/image")),
         machine_kind=lambda: KIND,
+        most_of=lambda known, image: Size(known.cpus, known.memory),
         connections=quiet,
         firewall=SimpleNamespace(allow=lambda known: None, separates=lambda known: False, group=lambda known: 0),
         names=SimpleNamespace(first=lambda *_: frozenset()),
@@ -470,7 +471,7 @@ def call(of: Process, work: Callable[[], Any]) -> Any:
         except MultiverseError as error:
             found.append(error)
 
-    of.world.thread(of, run).join(5)
+    of.world.thread(of, run).join(60)
     return found[0]
 
 
@@ -572,7 +573,7 @@ def test_a_vm_keeps_the_cpu_model_that_it_was_started_with(world: World, monkeyp
     """The settings may have been changed since. The host that receives it runs that model, too, or refuses the VM."""
     known = manifest.read(world.place / "a/vms" / NAME)
     assert known is not None
-    manifest.write(world.place / "a/vms" / NAME, replace(known, cpu="Haswell-v2"))
+    call(world.a, lambda: manifest.write(world.place / "a/vms" / NAME, replace(known, cpu="Haswell-v2")))
     now = replace(KIND, accelerator="kvm", cpu="Skylake-Server-v3")
     made = [
         now,
