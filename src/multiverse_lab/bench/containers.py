@@ -62,7 +62,8 @@ class StartWay:
         # Control groups below the job's are not the user's to make, so the container stays in those of the job.
         words = ["podman", "run", "--rm", "--interactive", "--cgroups=disabled", "--env=SLURM_JOB_ID"]
         words += [f"--volume={home}:{home}", *([f"--network={self.network}"] if self.network else []), _IMAGE]
-        return f"#!/bin/bash\nexport XDG_RUNTIME_DIR=/run/user/$UID {_STORAGE}\n{shlex.join(words)} bash -s <<'END'\n{text}END\n"
+        command = f"{shlex.join(words)} bash -s <<'END'\n{text}END\n"
+        return f"#!/bin/bash\nexport XDG_RUNTIME_DIR=/run/user/$UID {_STORAGE}\n{command}"
 
     def submitted(self, home: Path) -> tuple[str, ...]:
         """The options of sbatch."""
