@@ -31,6 +31,8 @@ from multiverse_lab.lab.session import LabSession
 
 BARE = "bare_metal"
 _IMAGE = "localhost/slim"
+_STORAGE = "STORAGE_DRIVER=overlay"
+"""By itself podman may choose vfs, which copies the image for each container: 20 s and more of a start."""
 _SUBORDINATE = (1_000_000_000, 65536)
 """The user's further uids and gids, which nobody else has."""
 
@@ -60,7 +62,8 @@ class StartWay:
         # Control groups below the job's are not the user's to make, so the container stays in those of the job.
         words = ["podman", "run", "--rm", "--interactive", "--cgroups=disabled", "--env=SLURM_JOB_ID"]
         words += [f"--volume={home}:{home}", *([f"--network={self.network}"] if self.network else []), _IMAGE]
-        return f"#!/bin/bash\nexport XDG_RUNTIME_DIR=/run/user/$UID\n{shlex.join(words)} bash -s <<'END'\n{text}END\n"
+        command = f"{shlex.join(words)} bash -s <<'END'\n{text}END\n"
+        return f"#!/bin/bash\nexport XDG_RUNTIME_DIR=/run/user/$UID {_STORAGE}\n{command}"
 
     def submitted(self, home: Path) -> tuple[str, ...]:
         """The options of sbatch."""
@@ -132,7 +135,7 @@ def containers(lab: LabSession, image: Path) -> Iterator[None]:
         importing = (
             f"tar -C {bundle_of(lab.user.home)}/rootfs --owner=0 --group=0 -c . | podman import --quiet - {_IMAGE}"
         )
-        options = ("--partition=physical", "--mem=2G", "env", f"XDG_RUNTIME_DIR=/run/user/{lab.user.uid}")
+        options = ("--partition=physical", "--mem=2G", "env", f"XDG_RUNTIME_DIR=/run/user/{lab.user.uid}", _STORAGE)
         _checked(
             lab.run("srun", "--quiet", *options, "bash", "-o", "pipefail", "-c", importing, timeout=300.0), "podman"
         )
