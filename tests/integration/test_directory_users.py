@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pwd
 import shutil
@@ -15,18 +16,20 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
+from multiverse.config import JobVmSettings
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import CONTROLLER
 from multiverse_lab.lab.users import enter_private_namespace
-from tests.integration.conftest import LabUnderTest, new_lab
+from tests.integration.conftest import LabUnderTest, new_lab, nodes_with_job_vms
 from tests.integration.directory_service import DOMAIN, Directory, LdapUser
 from tests.integration.images import slim
 from tests.integration.watch import ended, latest, until, written
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-_FIRST = 71820  # uid, and gid beyond 72000
+_FIRST = 71820
+_uids = itertools.count(_FIRST)
 _SHARED_BY_USERS = "domain users"
 
 
@@ -36,12 +39,10 @@ class Site:
 
     lab: LabUnderTest
     directory: Directory
-    users: int = 0
 
     def new_user(self, name: str, groups: int = 1) -> LdapUser:
         """A user who is in this many groups of their own, named `NAME's group N`, beside the primary one."""
-        uid = _FIRST + self.users
-        self.users += 1
+        uid = next(_uids)
         home = self.lab.user.home.parent / name
         user = LdapUser(name, uid, 72000, home)
         home.mkdir(mode=0o755)
@@ -60,8 +61,9 @@ class Site:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def sbatch(self, user: LdapUser, script: str, groups: str = "--init-groups") -> str:
-        return self.as_user(user, "sbatch", "--parsable", "--output=%j.out", f"--wrap={script}", groups=groups)
+    def sbatch(self, user: LdapUser, script: str, *options: str, groups: str = "--init-groups") -> str:
+        argv = ("sbatch", "--parsable", "--output=%j.out", *options, f"--wrap={script}")
+        return self.as_user(user, *argv, groups=groups)
 
     def output(self, client: Client, user: LdapUser, job: str) -> str:
         ended(client, job, "done")
@@ -73,25 +75,30 @@ def _gid(user: LdapUser, number: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def site(accelerator: Path) -> Iterator[Site]:
+def directory() -> Iterator[Directory]:
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    slim()
     place = Path(tempfile.mkdtemp(prefix="mvdir-"))
     place.chmod(0o755)  # each process loads sssd's module from there
     enter_private_namespace()
-    directory = Directory(place)
+    made = Directory(place)
     try:
-        directory.start()
-        directory.add_groups([(_SHARED_BY_USERS, 72000), ("Müller & Söhne", 72001)])
-        with new_lab(accelerator, LabOptions(cores=4, memory=8192), controller=True) as lab:
-            # For how long slurmctld keeps the groups that it sends with a job: ten minutes if nothing is said.
-            (lab.where.etc / "site.conf").write_text("GroupUpdateTime=1\n")
-            lab.run("scontrol", "reconfigure")
-            yield Site(lab, directory)
+        made.start()
+        made.add_groups([(_SHARED_BY_USERS, 72000), ("Müller & Söhne", 72001)])
+        yield made
     finally:
-        directory.end()
+        made.end()
         shutil.rmtree(place)
+
+
+@pytest.fixture(scope="module")
+def site(directory: Directory, accelerator: Path) -> Iterator[Site]:
+    slim()
+    with new_lab(accelerator, LabOptions(cores=4, memory=8192), controller=True) as lab:
+        # For how long slurmctld keeps the groups that it sends with a job: ten minutes if nothing is said.
+        (lab.where.etc / "site.conf").write_text("GroupUpdateTime=1\n")
+        lab.run("scontrol", "reconfigure")
+        yield Site(lab, directory)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +160,7 @@ def test_jobs_while_the_directory_is_away(site: Site, client: Client) -> None:
     until("the directory has the second user", lambda: _known(half))
     site.directory.silence()
     try:
-        job = site.sbatch(unknown, "id", "--clear-groups")
+        job = site.sbatch(unknown, "id", groups="--clear-groups")
         until("its user is waited for", lambda: f"who uid {unknown.uid} is" in latest(client, job).get("waiting", ""))
         assert site.output(client, known, site.sbatch(known, "id")) == whole and whole.count("'s group") == 2
         # sssd was asked who this user is, but not for the groups: then it says, as a success, that there are none.
@@ -164,3 +171,22 @@ def test_jobs_while_the_directory_is_away(site: Site, client: Client) -> None:
         site.directory.serve()
     assert site.output(client, unknown, job) == site.as_user(unknown, "id")
     assert site.as_user(unknown, "id").count("'s group") == 2
+
+
+def test_a_task_in_a_vm_inside_a_job_has_the_users_groups(directory: Directory, accelerator: Path) -> None:
+    """Their numbers are the guest's there: no slurmstepd runs in it."""
+    slim()
+    with new_lab(accelerator, nodes_with_job_vms(1), controller=False) as lab:
+        shown = ("sinfo", "-h", "-p", "physical", "-N", "-o", "%f")
+        until("the agent has tested the plugin", lambda: lab.run(*shown).stdout.strip() == JobVmSettings().feature)
+        site = Site(lab, directory)
+        user = site.new_user("tasks", 20)
+        until("the directory has the user", lambda: _known(user))
+        script = f'id; mkdir made; chgrp "{user.name}\'s group 19@{DOMAIN}" made; hostname; echo over'
+        job = site.sbatch(user, script, "--partition=physical", "--mem=600", "--vm-image=slim")
+        out = user.home / f"{job}.out"
+        until("the script has ended", lambda: out.exists() and out.read_text().endswith("over\n"))
+        identity, host, _ = out.read_text().splitlines()
+        assert host.startswith("mvjob-") and identity == site.as_user(user, "id")
+        made = (user.home / "made").stat()
+        assert (made.st_uid, made.st_gid) == (user.uid, _gid(user, 19))
