@@ -101,7 +101,7 @@ def jobs(workload: str, scale: PaperScale, seed: int) -> list[PaperJob]:
 
 
 RoundCosts = Mapping[str, float]
-"""CPU seconds that a round of a program takes while it has the machine alone, by `cost_name`."""
+"""Seconds of a round of a program while the lab does nothing else, by the CPUs that it can use; by `cost_name`."""
 
 
 def cost_name(program: str, cpus: int) -> str:
