@@ -139,7 +139,7 @@ def test_the_papers_evaluation_runs_all_workloads_of_all_kinds_and_writes_its_pa
         found = json.loads(done.stdout)
         ran = {(one["workload"], one["kind"]): one for one in found["runs"]}
         assert len(ran) == 9 and {len(one["jobs"]) for one in ran.values()} == {2, 3}
-        assert [one["cpus"] for (workload, _), one in ran.items() if workload == "workload-2"] == [10] * 3
+        assert [one["cpus"] for (workload, _), one in ran.items() if workload == "workload-2"] == [16] * 3
         for (_, kind), one in ran.items():
             for job in one["jobs"]:
                 assert job["computed"] > 0 and job["ended"] - job["began"] >= job["seconds"] * 0.99

@@ -45,7 +45,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 def test_the_scale_keeps_the_papers_proportion_of_running_to_provisioning() -> None:
     scale = workload.scaled(0.2, 17.4, 2, quick=False)
     jobs = [job for seed in range(40) for job in workload.jobs("workload-2", scale, seed)]
-    assert len(jobs) == 40 * 20 and scale.cpus == 22
+    assert len(jobs) == 40 * 20 and scale.cpus == 24
     assert sum(job.seconds for job in jobs) / len(jobs) / 17.4 == pytest.approx(245 / 87, rel=0.05)
     assert {job.cpus for job in jobs} == {1, 4} and {job.memory for job in jobs} == {200, 800}
     assert {job.program for job in jobs} == set(workload.PROGRAMS)
@@ -62,19 +62,20 @@ def test_workload_1_is_the_first_half_of_workload_2_and_steady_jobs_come_evenly(
     assert [job.seconds for job in steady] == [job.seconds for job in both]
     gaps = {round(b.at - a.at, 6) for a, b in itertools.pairwise(steady)}
     assert gaps == {10.0}, "10 s of the paper, which are one second here, on a tenth of the cluster"
-    assert scale.claimable("workload-1") == 11 and scale.claimable("workload-2") == 22
+    assert scale.claimable("workload-1") == 12 and scale.claimable("workload-2") == 24
 
 
-def test_the_smallest_cluster_has_room_for_a_large_and_a_short_job() -> None:
-    assert workload.scaled(0.01, 8.7, 2, quick=True).cpus == 5
+@pytest.mark.parametrize(("share", "cpus"), [(0.01, 8), (0.06, 8), (0.1, 12), (1.0, 112)])
+def test_large_jobs_fill_a_cluster_of_any_scale(share: float, cpus: int) -> None:
+    assert workload.scaled(share, 8.7, 2, quick=True).cpus == cpus
 
 
 def test_if_all_cpus_are_claimed_twice_their_rounds_take_the_whole_machine() -> None:
     scale = workload.scaled(0.2, 87.0, 2, quick=False)
-    job = workload.PaperJob(1, 0.0, "cg", 4, 440.0)
+    job = workload.PaperJob(1, 0.0, "cg", 4, 480.0)
     costs = {"cg, 4 CPUs": 0.8}
     count = workload.rounds(job, scale, costs)
-    assert count * 0.8 * (44 / 4) == pytest.approx(2 * 440.0), "eleven such jobs on two CPUs for 440 s"
+    assert count * 0.8 * (48 / 4) == pytest.approx(2 * 480.0), "twelve such jobs on two CPUs for 480 s"
     assert workload.rounds(replace(job, seconds=0.001), scale, costs) == 1
 
 
@@ -157,7 +158,7 @@ class _Slurm:
         return SimpleNamespace(stdout="".join(f"{job}|{self._state}\n" for job in argv[3].split(",")))
 
 
-SCALE = workload.PaperScale(0.1, 0.001, 1.0, 0.1)
+SCALE = workload.PaperScale(0.1, 11, 0.001, 1.0, 0.1)
 COSTS = {workload.cost_name(program, cpus): 1.0 for program in workload.PROGRAMS for cpus in (1, 4)}
 
 
@@ -261,7 +262,7 @@ def test_utilization_is_of_the_cpus_that_may_be_claimed() -> None:
 
 
 def _figures(runs: list[PaperRunTimes] = RUNS) -> dict[str, PaperFigure]:
-    return {one.key: one for one in figures(by_experiment(runs), workload.PaperScale(0.1, 0.5, 0.5, 0.1))}
+    return {one.key: one for one in figures(by_experiment(runs), workload.PaperScale(0.1, 11, 0.5, 0.5, 0.1))}
 
 
 def _ours(figure: PaperFigure, name: str) -> MeanOver:
@@ -353,7 +354,7 @@ def _report() -> PaperReport:
     section = ReportSection(
         "more", "More", "About it.", "multiverse bench more", (), (("what", "s"), (("a & b", 1.5),)), ("A note.",)
     )
-    made = figures(by_experiment(RUNS), workload.PaperScale(0.1, 0.5, 0.5, 0.1))
+    made = figures(by_experiment(RUNS), workload.PaperScale(0.1, 11, 0.5, 0.5, 0.1))
     return PaperReport("The title", "A lead.", {"seed": "1"}, ("Not of hardware.",), made, (section,))
 
 

@@ -48,8 +48,8 @@ def _facts(found: Mapping[str, Any], scale: PaperScale, runs: Sequence[PaperRunT
         "time": f"a second of the paper is {scale.second:.3f} s of a clone and {scale.second_of_jobs:.3f} s of a job "
         f"here; jobs are to run {running:.1f} s on average, "
         f"{running / fmean(full):.2f} times a full clone's provisioning (the paper's: {_PROPORTION:.2f})",
-        "programs": "HPL and RandomAccess of HPCC, and conjugate gradients in the manner of HPCG; CPU time of a round "
-        f"in a VM that has the machine alone: {costs}",
+        "programs": "HPL and RandomAccess of HPCC, and conjugate gradients in the manner of HPCG; a round in a VM "
+        f"while the lab does nothing else, its time by the CPUs that it can use: {costs}",
     }  # fmt: skip
 
 

@@ -34,10 +34,12 @@ _TWICE = 2.0  # CPUs of workload-2 may be claimed so many times
 
 @dataclass(frozen=True, slots=True)
 class PaperScale:
-    """How the paper's evaluation is scaled. A second of the paper takes `second` of a clone, and `second` times
-    `shortened` of a job. `computing` is the part of a real CPU that one of the cluster has."""
+    """How the paper's evaluation is scaled. `cpus` are those of the cluster, without over-commitment. A second of the
+    paper takes `second` of a clone, and `second` times `shortened` of a job. `computing` is the part of a real CPU that
+    one of the cluster has."""
 
     share: float
+    cpus: int
     second: float
     shortened: float
     computing: float
@@ -52,25 +54,21 @@ class PaperScale:
         running = fmean(RUNNING)
         return self.second * (FULL_PROVISIONING + running * self.shortened) / (FULL_PROVISIONING + running)
 
-    @property
-    def cpus(self) -> int:
-        """CPUs of the cluster, without over-commitment."""
-        return cluster_cpus(self.share)
-
     def claimable(self, workload: str) -> int:
         return int(self.cpus * (_TWICE if workload == W2 else 1.0))
 
 
 def cluster_cpus(share: float) -> int:
-    return max(LARGE_CPUS + SHORT_CPUS, round(_CLUSTER_CPUS * share))
+    """A multiple of a large job's: a small cluster must not be one that large jobs never fill."""
+    return LARGE_CPUS * max(2, round(_CLUSTER_CPUS * share / LARGE_CPUS))
 
 
 def scaled(share: float, provisioning: float, real_cpus: int, *, quick: bool) -> PaperScale:
     """The scale at which a full clone takes so many seconds. If all CPUs are claimed twice, their programs take all of
-    this machine's: so over-commitment slows jobs down as little, or as much, as in the paper, whose cores had two
-    threads each."""
-    computing = real_cpus / (_TWICE * cluster_cpus(share))
-    return PaperScale(share, provisioning / FULL_PROVISIONING, QUICK if quick else 1.0, min(1.0, computing))
+    this machine's: the simulation, too, assumes that the paper's cores have two threads each."""
+    cpus = cluster_cpus(share)
+    computing = real_cpus / (_TWICE * cpus)
+    return PaperScale(share, cpus, provisioning / FULL_PROVISIONING, QUICK if quick else 1.0, min(1.0, computing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ def jobs(workload: str, scale: PaperScale, seed: int) -> list[PaperJob]:
 
 
 RoundCosts = Mapping[str, float]
-"""CPU seconds that a round of a program takes while it has the machine alone, by `cost_name`."""
+"""Seconds of a round of a program while the lab does nothing else, by the CPUs that it can use; by `cost_name`."""
 
 
 def cost_name(program: str, cpus: int) -> str:
