@@ -58,12 +58,6 @@ _COUNTERS: dict[RowKind, str] = {
 """An offer has the serial of its VM. The number of a host is one above those of the other hosts; that of a leased one
 is its lease's, made negative."""
 
-# What only the opening of a database reads.
-_LIVE = {
-    kind: sa.select(table.c.id, table.c.version, table.c.body).where(table.c.live).order_by(table.c.id)
-    for kind, table in _TABLES.items()
-}
-_ALL_CLAIMS = sa.select(schema.claims).order_by(schema.claims.c.kind, schema.claims.c.id, schema.claims.c.domain)
 _ALL_META = sa.select(schema.meta)
 _LEAVE_OUT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER) + :number, :least) WHERE key = :key")
 
@@ -80,6 +74,10 @@ def _update(table: sa.Table) -> str:
     return f"UPDATE {table.name} SET {', '.join(f'{name} = :{name}' for name in names)} WHERE id = :id"
 
 
+_LIVE = {
+    kind: f"SELECT id, version, body FROM {table.name} WHERE live = 1 ORDER BY id" for kind, table in _TABLES.items()
+}
+_ALL_CLAIMS = "SELECT kind, id, domain, cpus, memory, disk, net FROM claims ORDER BY kind, id, domain"
 _STATE = {kind: f"SELECT version, state FROM {table.name} WHERE id = ?" for kind, table in _TABLES.items()}
 _INSERT = {kind: _insert(table) for kind, table in _TABLES.items()}
 _UPDATE = {kind: _update(table) for kind, table in _TABLES.items()}
@@ -350,7 +348,7 @@ class Store:
     # --- rows --------------------------------------------------------------------------------------
 
     def _live(self, kind: RowKind) -> list[Any]:
-        return [self._decode(kind, *row) for row in self._connection.execute(_LIVE[kind])]
+        return [self._decode(kind, *row) for row in self._run(_LIVE[kind], ()).fetchall()]
 
     def _decode(self, kind: RowKind, id_: int, version: int, body: str) -> Any:
         cached = self._cache.get((kind, id_, version))
@@ -451,13 +449,13 @@ class Transaction:
     def _read_active(self) -> Rows:
         s = self._store
         meta = {row.key: row.value for row in s._execute(_ALL_META)}
-        claims = s._execute(_ALL_CLAIMS).all()
+        claims = s._run(_ALL_CLAIMS, ()).fetchall()
         found: dict[str, Any] = {name: {row.id: row for row in s._live(kind)} for kind, name in Rows.table_of.items()}
         found |= {name: int(meta[name]) for name in _COUNTERS.values()}
         found["skipped_saved"] = tuple(_SKIPPED.validate_json(meta["skipped_saved"]))
         return Rows(
             site=meta["site"],
-            claims=tuple(Claim(Key(c.kind, c.id), c.domain, Size(c.cpus, c.memory, c.disk, c.net)) for c in claims),
+            claims=tuple(Claim(Key(kind, id_), domain, Size(*held)) for kind, id_, domain, *held in claims),
             hosts={row.name: row for row in sorted(s._live("host"), key=lambda host: host.name)},
             **found,
         )

@@ -71,17 +71,19 @@ class _Selector(async_solipsism.selector.Selector):  # type: ignore[misc]  # unt
     _fd_to_key: dict[Any, SelectorKey]
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
-        ready = [(key, events) for fd, key in self._fd_to_key.items() if (events := _ready(fd.socket, key.events))]
+        ready = []
+        for fd, key in self._fd_to_key.items():  # a loop without further calls: there is a turn for each callback
+            wanted, socket = key.events, fd.socket
+            events = EVENT_READ if wanted & EVENT_READ and socket.read_ready() else 0
+            if wanted & EVENT_WRITE and socket.write_ready():
+                events |= EVENT_WRITE
+            if events:
+                ready.append((key, events))
         if not ready and timeout is None:
             raise async_solipsism.SleepForeverError("every task waits, and no timer is set")
         if not ready and timeout is not None and timeout > 0:
             self.clock.advance(min(timeout, DAY - 1.0))
         return ready
-
-
-def _ready(socket: Any, events: int) -> int:
-    reads = EVENT_READ if events & EVENT_READ and socket.read_ready() else 0
-    return reads | (EVENT_WRITE if events & EVENT_WRITE and socket.write_ready() else 0)
 
 
 class VirtualLoop(async_solipsism.EventLoop):  # type: ignore[misc]  # untyped
