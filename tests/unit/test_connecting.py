@@ -29,6 +29,7 @@ def site(tmp_path: Path) -> Path:
     connect = ["ssh", f"-oIdentityFile={tmp_path}/ctl/ssh_key", "{host}", "multiverse", "agent", "dial-stdio"]
     (tmp_path / "ctl").mkdir()
     (tmp_path / "ctl/multiverse.toml").write_text(SITE.format(tmp_path, connect))
+    (tmp_path / "ctl/multiverse.toml").chmod(0o640)
     return tmp_path / "ctl/multiverse.toml"
 
 
@@ -63,7 +64,7 @@ class HostMachine:
 
 @pytest.fixture
 def setup(site: Path) -> connecting.HostSetup:
-    return connecting.setup_for(load(site), "n2", site.read_text())
+    return connecting.setup_for(load(site), "n2", site)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def host(setup: connecting.HostSetup, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_controller_makes_one_key_and_sends_only_its_public_half(site: Path) -> None:
-    first, again = (connecting.setup_for(load(site), host, site.read_text()) for host in ("n2", "n3"))
+    first, again = (connecting.setup_for(load(site), host, site) for host in ("n2", "n3"))
     assert first.key == again.key and connecting.received(connecting._SETUP.dump_json(first)) == first
     private = site.with_name("ssh_key")
     assert private.stat().st_mode & 0o777 == 0o600
@@ -88,10 +89,10 @@ def test_a_command_without_a_key_of_its_own_says_what_to_do(site: Path) -> None:
     settings = load(site)
     without = replace(settings, agent=replace(settings.agent, connect=("rsh", "{host}")))
     with pytest.raises(Refused) as caught:
-        connecting.setup_for(without, "n2", "")
+        connecting.setup_for(without, "n2", site)
     assert "-oIdentityFile=FILE" in caught.value.message and "authorized_keys" in caught.value.hint
     with pytest.raises(Refused, match="is this machine"):
-        connecting.setup_for(settings, settings.host.name, "")
+        connecting.setup_for(settings, settings.host.name, site)
 
 
 def test_a_host_accepts_the_key_for_its_agent_alone_and_starts_it(
@@ -103,7 +104,7 @@ def test_a_host_accepts_the_key_for_its_agent_alone_and_starts_it(
     own, ours = host.keys.read_text().splitlines()
     assert own == "ssh-ed25519 AAAAadmin admin"
     assert ours.endswith(f' agent --config {host.config} from-ssh",restrict {setup.key} multiverse')
-    assert load(host.config).host.name == "n2"
+    assert load(host.config).host.name == "n2" and host.config.stat().st_mode & 0o777 == 0o640
     units = (rendering.BRIDGE_SERVICE, rendering.AGENT_SERVICE)
     assert host.ran == [("daemon-reload",), ("enable", *units), ("restart", *units)]
     assert (host.units / rendering.BRIDGE_SERVICE).exists()

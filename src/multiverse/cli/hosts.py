@@ -227,7 +227,7 @@ def connect(hosts: Hosts, by: By = _BY, config: Config = DEFAULT_CONFIG) -> None
         raise Refused(f"the settings name no host {folded(unknown)}", hint=hint)
 
     def one(host: str) -> None:
-        connecting.send(connecting.setup_for(settings, host, config.read_text()), by, "trust")
+        connecting.send(connecting.setup_for(settings, host, config), by, "trust")
         connecting.check_reached(settings, host)
         render.console.print(f"connected: {host}", markup=False)
 
@@ -243,7 +243,7 @@ def disconnect(hosts: Hosts, by: By = _BY, config: Config = DEFAULT_CONFIG) -> N
     settings = load(config)
 
     def one(host: str) -> None:
-        connecting.send(connecting.setup_for(settings, host, config.read_text()), by, "distrust")
+        connecting.send(connecting.setup_for(settings, host, config), by, "distrust")
         render.console.print(f"disconnected: {host}", markup=False)
 
     _for_each(names_of_hosts(",".join(hosts)), one)

@@ -42,6 +42,7 @@ class HostSetup:
     host: str  # as the controller calls it
     key: str  # the public key, in the format of authorized_keys
     settings: str  # the file
+    mode: int  # of the file: commands in it may have passwords
 
 
 _SETUP = TypeAdapter(HostSetup)
@@ -50,11 +51,13 @@ _SETUP = TypeAdapter(HostSetup)
 # --- on the controller ------------------------------------------------------------------------------
 
 
-def setup_for(settings: Settings, host: str, text: str) -> HostSetup:
-    """The setup of a host. `text` is the file of the settings. The first one makes the key."""
+def setup_for(settings: Settings, host: str, config: Path) -> HostSetup:
+    """The setup of a host, with the settings in the file `config`. The first one makes the key."""
     if host == settings.host.name:
         raise Refused(f"{host} is this machine", hint="its agent needs no key: systemctl enable --now multiverse-agent")
-    return HostSetup(host, _public_key(_key_file(settings)), text if text.endswith("\n") else f"{text}\n")
+    text = config.read_text()
+    whole = text if text.endswith("\n") else f"{text}\n"
+    return HostSetup(host, _public_key(_key_file(settings)), whole, config.stat().st_mode & 0o777)
 
 
 def send(setup: HostSetup, by: str, verb: str) -> None:
@@ -192,7 +195,7 @@ def _settings_file(setup: HostSetup, config: Path) -> SiteFile:
         same = config.read_text() == setup.settings
     except (OSError, UnicodeDecodeError):
         same = False
-    return SiteFile(config, setup.settings if same else files.signed(setup.settings), 0o644)
+    return SiteFile(config, setup.settings if same else files.signed(setup.settings), setup.mode)
 
 
 def _write(*wanted: SiteFile) -> Iterator[str]:
