@@ -28,6 +28,7 @@ MOVED = {
         "images=make-an-image images-of-others is-an-image-right kinds-pace-and-warm-pools=kinds-of-clones "
         "mpi software-that-jobs-import-over-the-network"
     ),
+    "install.md": "on-a-site= with-pip-and-by-hand",
     "job-vms.md": (
         "mpi-in-the-vms-of-a-job virtual-functions-of-network-cards vms-inside-jobs= vms-of-a-platform without-a-plugin"
     ),

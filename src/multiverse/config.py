@@ -457,6 +457,7 @@ class AgentSettings:
         "-oClearAllForwardings=yes",
         "-oEscapeChar=none",
         "-oLogLevel=ERROR",  # no banner: the last words are the reason that is shown
+        "-oIdentityFile=/etc/multiverse/ssh_key",  # beside those of ssh_config; ssh passes over a file that is missing
         "--",
         "{host}",
         "multiverse",
@@ -464,8 +465,8 @@ class AgentSettings:
         "dial-stdio",
     )
     """The command by which the controller reaches the agent of another host, by the command's standard input and
-    output. {host} is replaced by the name of the host. Users, ports, keys and jump hosts are what root's ssh_config
-    says."""
+    output. {host} is replaced by the name of the host. Users, ports, more keys and jump hosts are what root's
+    ssh_config says. `multiverse hosts connect` makes the key of -oIdentityFile, and brings it to hosts."""
 
 
 @dataclass(frozen=True)

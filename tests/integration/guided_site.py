@@ -1,4 +1,4 @@
-"""A site's machine, and the commands that docs/operations.md has for it."""
+"""A site's machine, and the commands that docs/install.md has for it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from tests.integration.site_machine import SiteMachine
 from tests.integration.watch import matching
 
 REPOSITORY = Path(__file__).parents[2]
-OPERATIONS = REPOSITORY / "docs/operations.md"
+PAGE = REPOSITORY / "docs/install.md"
 
 EDITOR = """#!/bin/sh
 # What an administrator changes in the example.
-sed -i -e 's/^name = .*/name = "vmhost1"/' -e 's/^cores = [0-9]*/cores = 8/' -e 's/^memory = [0-9]*/memory = 16384/' \\
-    -e 's/^#names = /names = /' "$1"
+sed -i -e 's/^cores = [0-9]*/cores = 8/' -e 's/^memory = [0-9]*/memory = 16384/' -e 's/^#names = /names = /' "$1"
 """
 
 
 def blocks() -> list[str]:
     """The commands that a site types, block by block."""
-    section = OPERATIONS.read_text().partition("### With pip, and by hand\n")[2].partition("\n### ")[0]
+    section = PAGE.read_text().partition("## With pip, and by hand\n")[2].partition("\n## ")[0]
     return [textwrap.dedent(block) for block in re.findall(r"^ *```sh\n(.*?)^ *```$", section, re.M | re.S)]
 
 

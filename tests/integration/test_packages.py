@@ -15,6 +15,7 @@ import pytest
 
 import multiverse
 from multiverse.site.rendering import AGENT_SERVICE, BRIDGE_SERVICE, SERVICE
+from tests.integration.fresh_machines import RELEASES, ROOT
 
 pytestmark = [
     pytest.mark.integration,
@@ -23,9 +24,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
 ]
 
-ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
-RELEASES = {"bookworm": "deb12", "trixie": "deb13"}
 
 
 @pytest.fixture(scope="module")

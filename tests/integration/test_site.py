@@ -1,4 +1,4 @@
-"""A site installs Multiverse beside a Slurm of its own, literally as docs/operations.md says."""
+"""A site installs Multiverse beside a Slurm of its own, literally as docs/install.md says."""
 
 from __future__ import annotations
 

@@ -34,6 +34,14 @@ def test_what_is_generated_from_the_settings_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_command_of_the_installation_says_on_which_machine_it_is_typed() -> None:
+    """test_machines.py follows these; those of pip are followed by test_site.py."""
+    by_packages = (ROOT / "docs/install.md").read_text().partition("## With pip")[0]
+    first_lines = re.findall(r"^```sh\n(.*)\n", by_packages, re.M)
+    assert len(first_lines) > 10
+    assert {*first_lines} == {"# on ctl1", "# on ctl1, as ada", "# on n2"}
+
+
 def test_each_module_with_slow_tests_belongs_to_one_group_which_the_page_shows() -> None:
     code = {"__name__": "slow", "__file__": str(ROOT / "scripts/slow")}
     exec(compile((ROOT / "scripts/slow").read_text(), "scripts/slow", "exec"), code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
-from multiverse.config import HostSettings, Settings, parse
+from multiverse.config import HostClass, HostSettings, Settings, host_settings, parse
 from multiverse.site.setting_examples import Resources, facts_of, full_example, short_example
 from multiverse.site.setting_keys import setting_tables
 
@@ -21,9 +21,10 @@ def uncommented(text: str) -> str:
 
 def test_the_short_example_gives_a_site_its_own_values() -> None:
     settings = parse(tomllib.loads(SHORT), "example")
-    assert settings == Settings(host=HostSettings(name="vmhost1", cores=16, memory=49152, disk=200000))
+    assert settings == Settings(hosts=(HostClass("vmhost1", cores=16, memory=49152, disk=200000),))
+    assert host_settings(settings, "vmhost1") == HostSettings(cores=16, memory=49152, disk=200000)
     whole = parse(tomllib.loads(uncommented(SHORT)), "example")
-    assert [one.nodes for one in whole.hosts] == ["n[1-32]"] and whole.mounts[0].target == "/home"
+    assert whole.network.names == "/etc/hosts" and whole.mounts[0].target == "/home"
 
 
 def test_the_full_example_changes_nothing() -> None:

@@ -14,6 +14,7 @@ import structlog
 import typer
 
 from multiverse.cli.arguments import DEFAULT_CONFIG, Config
+from multiverse.cli.commands import DONE, NOT_DONE
 from multiverse.config import load
 from multiverse.system.interrupts import hold_reloads
 from multiverse.system.logs import LossyStream, RepeatLimiter
@@ -121,6 +122,31 @@ def from_ssh(context: typer.Context) -> None:
             receive_image(context, name, digest)
         case _:
             dial_stdio(context)
+
+
+@agent_app.command()
+def trust(context: typer.Context) -> None:
+    """Have the settings of a controller, accept its key for the agent alone, and run the agent: `multiverse hosts
+    connect` runs this by ssh. Exits with 1 if something is lacking then."""
+    from multiverse.ports.site import Finding, Level
+    from multiverse.site import connecting
+
+    missing = False
+    for said in connecting.trust(connecting.received(sys.stdin.buffer.read()), context.obj.absolute()):
+        if isinstance(said, Finding):
+            missing |= said.level is Level.PROBLEM
+            said = f"{said.level.value}: {said.name}: {said.message}\n  → {said.remedy}"
+        print(said, flush=True)
+    raise typer.Exit(NOT_DONE if missing else DONE)
+
+
+@agent_app.command()
+def distrust(context: typer.Context) -> None:
+    """Take back what `trust` has done: `multiverse hosts disconnect` runs this by ssh."""
+    from multiverse.site import connecting
+
+    for said in connecting.distrust(connecting.received(sys.stdin.buffer.read()), context.obj.absolute()):
+        print(said, flush=True)
 
 
 @agent_app.command("receive-image", hidden=True)

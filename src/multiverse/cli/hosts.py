@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Annotated
 
@@ -15,11 +15,11 @@ from rich.text import Text
 from multiverse import api
 from multiverse.api import decode
 from multiverse.cli import render
-from multiverse.cli.arguments import mebibytes, unix_time
+from multiverse.cli.arguments import DEFAULT_CONFIG, Config, mebibytes, unix_time
 from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
-from multiverse.config import folded
-from multiverse.core.errors import Refused
+from multiverse.config import folded, host_names, load, names_of_hosts
+from multiverse.core.errors import MultiverseError, Refused
 
 # --- multiverse hosts -------------------------------------------------------------------------------
 
@@ -204,6 +204,64 @@ def remove(hosts: Hosts) -> None:
     """Take hosts out of the site. Nothing may be on them, unless they are surely off. They stay removed, also if the
     settings name them, until they are added again."""
     _change("remove", hosts, "removed")
+
+
+By = Annotated[
+    str, typer.Option("--by", metavar="COMMAND", help="How to run a command as root on a host, such as by sudo.")
+]
+_BY = "ssh {host}"
+
+
+@hosts_app.command()
+def connect(hosts: Hosts, by: By = _BY, config: Config = DEFAULT_CONFIG) -> None:
+    """Connect this controller with hosts of the settings: bring them its key and its settings, and start their agents.
+
+    multiverse-host has to be installed there. The key runs the agent and nothing else. It may be repeated, and has to
+    be after a change of the settings."""
+    from multiverse.site import connecting  # imported late: only two of these commands need it
+
+    settings = load(config)
+    names = names_of_hosts(",".join(hosts))
+    if unknown := [name for name in names if name not in host_names(settings)]:
+        hint = f"add them to `nodes` of a table [[hosts]] in {config}"
+        raise Refused(f"the settings name no host {folded(unknown)}", hint=hint)
+
+    def one(host: str) -> None:
+        connecting.send(connecting.setup_for(settings, host, config), by, "trust")
+        connecting.check_reached(settings, host)
+        render.console.print(f"connected: {host}", markup=False)
+
+    _for_each(names, one)
+
+
+@hosts_app.command()
+def disconnect(hosts: Hosts, by: By = _BY, config: Config = DEFAULT_CONFIG) -> None:
+    """Take back what `connect` has done on hosts: end the agent, remove our files and the settings, and accept the key
+    no more. It is refused where VMs are. The package, images and the agent's records stay."""
+    from multiverse.site import connecting
+
+    settings = load(config)
+
+    def one(host: str) -> None:
+        connecting.send(connecting.setup_for(settings, host, config), by, "distrust")
+        render.console.print(f"disconnected: {host}", markup=False)
+
+    _for_each(names_of_hosts(",".join(hosts)), one)
+
+
+def _for_each(names: Sequence[str], do: Callable[[str], None]) -> None:
+    """What fails for one host is said, and keeps no other one waiting."""
+    failed = []
+    for name in names:
+        try:
+            do(name)
+        except MultiverseError as error:
+            if len(names) == 1:
+                raise
+            failed.append(name)
+            render.errors.print(str(error), markup=False, soft_wrap=True)
+    if failed:
+        raise Refused(f"failed: {folded(failed)}", hint="see above; what was done for the others stays")
 
 
 def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | bool | None) -> None:

@@ -311,7 +311,7 @@ def run(argv: Sequence[str | Path], what: str, hint: str) -> str:
             argv, capture_output=True, text=True, errors="replace", env=_environment(), stdin=subprocess.DEVNULL
         )
     except OSError as error:
-        raise Broken(f"{what}: {error}", hint="install it; docs/operations.md lists the packages") from error
+        raise Broken(f"{what}: {error}", hint="install it; docs/install.md lists the packages") from error
     if done.returncode != 0:
         tail = "; ".join((done.stderr or done.stdout).strip().splitlines()[-6:])
         raise Broken(f"{what} failed: {tail}", hint=hint)

@@ -61,7 +61,7 @@ def _settings_file(config: Path) -> Iterator[Finding]:
         yield note(
             str(config),
             "there are no settings yet, so the defaults were examined",
-            "write them (docs/operations.md, On a site), or give the file with --config",
+            "write them (docs/install.md), or give the file with --config",
         )
 
 

@@ -19,6 +19,7 @@ from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.site import conf, install, requirements
 from multiverse.drivers.slurm.site.conf import SiteConf
+from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.ports.site import Addition, Finding, InstallationPlan, Level, Removal
 from multiverse.site import rendering
 from multiverse.site.machine import problem
@@ -294,8 +295,9 @@ UNITS = (rendering.SERVICE, rendering.AGENT_SERVICE, rendering.BRIDGE_SERVICE)
 
 
 def stop(settings: Settings, *, agent: bool = False) -> list[str]:
-    """End the services, and let none start at boot; delete the reservation of the gate. Returns what has failed."""
-    failed = []
+    """End the services, and let none start at boot; remove the VXLAN and the reservation of the gate. Returns what has
+    failed."""
+    failed: list[str] = []
     for unit in UNITS[1:] if agent else UNITS:
         if any((place / unit).exists() for place in (rendering.SYSTEMD, rendering.PACKAGED[rendering.SYSTEMD])):
             try:
@@ -303,6 +305,7 @@ def stop(settings: Settings, *, agent: bool = False) -> list[str]:
             except (OSError, subprocess.CalledProcessError) as error:
                 said = (getattr(error, "stderr", "") or str(error)).strip()
                 failed.append(f"systemctl disable --now {unit}: {said}")
+    failed += _remove_vxlans(settings.state_dir)
     if not agent:
         gate = f"ReservationName={settings.slurm.gate_feature}"
         try:
@@ -312,3 +315,13 @@ def stop(settings: Settings, *, agent: bool = False) -> list[str]:
         except MultiverseError as error:
             failed.append(f"scontrol delete {gate}: {error.message}")
     return failed
+
+
+def _remove_vxlans(state: Path) -> Iterator[str]:
+    """Remove those of all sites that this machine has served: their records tell. Yields what has failed."""
+    for records in sorted(state.glob("vxlan-*")):
+        site = records.name.removeprefix("vxlan-")
+        try:
+            Vxlan(VxlanConfig(site, 0, 0, str, 0, "", records)).remove()
+        except MultiverseError as error:
+            yield error.message

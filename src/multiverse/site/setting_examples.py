@@ -23,21 +23,16 @@ class Resources(NamedTuple):
 def short_example(name: str, machine: Resources) -> str:
     """What each site decides, with the values of one machine. It can be used as it is."""
     return f"""\
-# Settings of Multiverse, for the controller and for the agents of all hosts.
+# Settings of Multiverse: the same for the controller and for the agents of all hosts.
 # All keys: multiverse.toml(5), or: multiverse config example --all
 # Is it right?  multiverse config check     Where does each value come from?  multiverse config show
 
-[host]                        # this machine, if it runs VMs
-name = {json.dumps(name)}
+# A table for hosts that are alike. A machine finds its own by its host name.
+[[hosts]]
+nodes = {f"{json.dumps(name)}":<21} # more hosts of this kind: "n[1-32]"
 cores = {f"{machine.cpus}":<21} # CPUs that VMs may use
 memory = {f"{machine.memory}":<20} # MiB that VMs may use: leave some to the machine itself
 disk = {f"{machine.disk}":<22} # MiB below /var/lib/multiverse/vms that VMs may use
-
-# With several hosts: one table for hosts that are alike, and the same file on all of them.
-#[[hosts]]
-#nodes = "n[1-32]"
-#cores = 64
-#memory = 245760
 
 [slurm]
 conf = "/etc/slurm/slurm.conf"
