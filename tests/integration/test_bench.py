@@ -124,6 +124,7 @@ def test_the_tasks_of_an_array_run_in_vms_in_spares_and_on_bare_metal_with_the_s
         shutil.rmtree(directory)
 
 
+@pytest.mark.timeout(3600)
 def test_the_papers_evaluation_runs_all_workloads_of_all_kinds_and_writes_its_page() -> None:
     directory = Path(tempfile.mkdtemp(prefix="mvb-"))
     directory.chmod(0o755)
@@ -133,7 +134,7 @@ def test_the_papers_evaluation_runs_all_workloads_of_all_kinds_and_writes_its_pa
     try:
         done = subprocess.run(
             [program, *words, "--dir", f"{directory}/lab", "--images", f"{BUILT}"],
-            capture_output=True, text=True, timeout=2400,
+            capture_output=True, text=True, timeout=3000,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
