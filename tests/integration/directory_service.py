@@ -167,7 +167,8 @@ class Directory:
 
     def change_member(self, group: str, how: str, user: LdapUser) -> None:
         """`how` is `add` or `delete`."""
-        self.change(f"dn: {_dn('cn', group)}\nchangetype: modify\n{how}: memberUid\nmemberUid: {user.name}\n")
+        dn = _base64(_dn("cn", group))
+        self.change(f"dn:: {dn}\nchangetype: modify\n{how}: memberUid\nmemberUid: {user.name}\n")
 
     def rename(self, user: LdapUser, name: str, groups: Iterable[str]) -> LdapUser:
         """Give the user, who is in these groups, another name."""

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 _FIRST = 71820
 _uids = itertools.count(_FIRST)
 _SHARED_BY_USERS = "domain users"
+_UMLAUTS = "Müller & Söhne"
 
 
 @dataclass
@@ -84,7 +85,7 @@ def directory() -> Iterator[Directory]:
     made = Directory(place)
     try:
         made.start()
-        made.add_groups([(_SHARED_BY_USERS, 72000), ("Müller & Söhne", 72001)])
+        made.add_groups([(_SHARED_BY_USERS, 72000), (_UMLAUTS, 72001)])
         yield made
     finally:
         made.end()
@@ -117,8 +118,9 @@ def _known(user: LdapUser) -> bool:
 def test_a_user_is_in_the_guest_who_they_are_on_the_submit_host(
     site: Site, client: Client, name: str, groups: int
 ) -> None:
-    """Also with a dot and a domain in the name, spaces in names of groups, and more groups than AUTH_SYS carries."""
+    """Also with a dot and a domain in the name, spaces and umlauts in those of groups, and more than 16 groups."""
     user = site.new_user(name, groups)
+    site.directory.change_member(_UMLAUTS, "add", user)
     until("the directory has the user", lambda: _known(user))
     shared = site.lab.user.home.parent / f"shared-{name}"  # by the last group alone, which AUTH_SYS cuts off
     shared.mkdir(mode=0o770)
@@ -128,6 +130,7 @@ def test_a_user_is_in_the_guest_who_they_are_on_the_submit_host(
     identity, entry, *_, status = site.output(client, user, job).splitlines()
     here = site.as_user(user, "id")
     assert here.count(f"{name}'s group") == groups and f"({_SHARED_BY_USERS}@{DOMAIN})" in here
+    assert f"({_UMLAUTS}@{DOMAIN})" in here
     assert identity == here
     assert entry.split(":")[0] == user.login and entry.split(":")[5:] == [str(user.home), "/bin/sh"]
     assert status == "0", "the file server gives a user all groups that it knows"
