@@ -4,9 +4,10 @@ Containers run on a bare-metal node of the lab: by podman, which the job's scrip
 which calls crun. Both have the root file system of the image of the VMs. The podman image is in the user's storage
 before the first job, and so is the bundle, which a site would have in a shared file system.
 
-The node gets what any Debian gives its users: ranges of further uids in the lab's own /etc, a directory in /run, and
-/dev/net/tun for all. What it has mounted in its /proc would keep users from mounting a /proc in their containers
-(`mount_too_revealing` in the kernel's fs/namespace.c), so another one without such mounts is in sight.
+The node gets what any Debian gives its users: ranges of further uids, a directory in /run, and /dev/net/tun for all.
+All of it is mounted in the node's namespace alone, and is gone with the node. What the node has mounted in its /proc
+would keep users from mounting a /proc in their containers (`mount_too_revealing` in the kernel's fs/namespace.c), so
+another one without such mounts is in sight.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from multiverse_lab.bench import baremetal, latency
 from multiverse_lab.bench.latency import SCRIPT, BareMetalComparison, JobKind, LatencySamples, beside_bare_metal
 from multiverse_lab.bench.stats import Summary, summary
 from multiverse_lab.lab.hosts.machine import HostInit
-from multiverse_lab.lab.own_etc import ETC, has_own_etc
 from multiverse_lab.lab.session import LabSession
 
 BARE = "bare_metal"
@@ -119,14 +119,8 @@ def node_group(lab: LabSession) -> str:
 @contextmanager
 def containers(lab: LabSession, image: Path) -> Iterator[None]:
     """Make the node ready for containers with the root file system of an image's disk. It is removed afterwards."""
-    if not has_own_etc():
-        raise Broken("this process has the machine's /etc", hint="start the lab with lab.session")
-    ranges = [ETC / name for name in ("subuid", "subgid")]
-    before = {file: file.read_bytes() if file.exists() else b"" for file in ranges}
     _remove(lab.user.home)  # what a run left that was killed
     try:
-        for file in ranges:
-            file.write_text(f"{lab.user.name}:{_SUBORDINATE[0]}:{_SUBORDINATE[1]}\n")
         _prepare_node(lab)
         _make_bundle(lab, image)
         node = lab.where.host(lab.lab.plan.physical_nodes[0].name)
@@ -141,8 +135,6 @@ def containers(lab: LabSession, image: Path) -> Iterator[None]:
         )
         yield
     finally:
-        for file, content in before.items():
-            file.write_bytes(content)
         _remove(lab.user.home)
 
 
@@ -165,6 +157,10 @@ mknod -m 0666 /run/devices/tun c 10 200
 mount --bind /run/devices/tun /dev/net/tun
 mkdir -m 0700 -p /run/user/{uid}
 chown {uid} /run/user/{uid}
+for name in subuid subgid; do
+    echo {name}:{first}:{count} > /run/$name
+    mount --bind /run/$name /etc/$name
+done
 """
 
 
@@ -174,7 +170,8 @@ def _prepare_node(lab: LabSession) -> None:
     if running is None:
         raise Broken(f"node {node.name} has ended", hint="see its log in the lab's log directory")
     enter = ("nsenter", "--mount", "--pid", f"--target={running.pid}")
-    script = _PREPARE.format(uid=lab.user.uid)
+    first, count = _SUBORDINATE
+    script = _PREPARE.format(uid=lab.user.uid, name=lab.user.name, first=first, count=count)
     _checked(subprocess.run([*enter, "sh", "-c", script], capture_output=True, text=True, check=False), node.name)
 
 
