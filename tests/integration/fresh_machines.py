@@ -9,6 +9,7 @@ systemd does not look.
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import shutil
@@ -133,9 +134,11 @@ def image_of(suite: str) -> tuple[Path, Path]:
     """The default image as it is built on this release, and the directory of the apt sources that it was built from."""
     if suite == platform.freedesktop_os_release()["VERSION_CODENAME"]:
         return slim().path, Path("/etc/apt/sources.list.d")
-    subprocess.run([ROOT / "scripts/in-debian", suite, "make", "setup", "images"], cwd=ROOT, check=True)
+    cache = "multiverse/var/cache/test"  # which in-debian keeps
+    argv = [ROOT / "scripts/in-debian", suite, "make", "setup", "images"]
+    subprocess.run(argv, cwd=ROOT, check=True, env=os.environ | {"MULTIVERSE_TEST_CACHE": f"/{cache}"})
     root = ROOT / "var/debian" / suite
-    return root / "multiverse/var/cache/test/images/slim", root / "etc/apt/sources.list.d"
+    return root / cache / "images/slim", root / "etc/apt/sources.list.d"
 
 
 def prepare(suite: str, debs: Sequence[Path], sources: Path) -> Path:
