@@ -44,6 +44,7 @@ if ! dpkg -s slurmctld > /dev/null 2>&1; then
     useradd --create-home --shell /bin/bash ada
     ln -sf /dev/null /etc/systemd/system/console-getty.service
 fi
+ln -sf /dev/null /etc/systemd/system/systemd-sysctl.service  # the kernel is that of this machine
 fetch() { apt-get install -y -qq --no-install-recommends --download-only ./dist/*.deb mmdebstrap cpio; }
 fetch || { apt-get update -qq; fetch; }
 """
