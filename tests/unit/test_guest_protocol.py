@@ -29,7 +29,11 @@ from multiverse.guest.protocol import (
     identity_message,
 )
 
-TYPES = ("fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited", "user_added")
+TYPES = (
+    "fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited", "user_added",
+    "joined_job", "serving_tasks", "took_functions", "took_regions", "frozen", "thawed", "cut",
+    "rests", "attached", "refused", "may_sleep", "risen",
+)  # fmt: skip
 ALICE = User("alice", 2000, 2000, "/home/alice", "/bin/bash", (("alice", 2000), ("hpc", 2100)))
 
 # What release 0.9.0 sends. Its guest agents run in VMs and lie in frozen templates, so the text of these lines, without
