@@ -86,8 +86,9 @@ def test_the_command_makes_the_page_of_a_recorded_run_again(found: dict[str, Any
     argv = ["bench", "paper", "--from", f"{RECORDED}", "--with", f"{tmp_path}/move.json"]
     argv += ["--html", f"{tmp_path}/paper.html", "--csv", f"{tmp_path}/data"]
     done = CliRunner().invoke(build(), argv, catch_exceptions=False)
-    assert done.exit_code == 0 and "provisioning, full / instant" in done.stdout and "7.2 ×" in done.stdout
-    assert 'id="move"' in (tmp_path / "paper.html").read_text()
+    assert done.exit_code == 0 and f"The report is in {tmp_path}/paper.html." in done.stdout
+    page = (tmp_path / "paper.html").read_text()
+    assert 'id="move"' in page and "provisioning, full / instant" in page and "7.2 ×" in page
     assert {path.name for path in (tmp_path / "data").iterdir()} == {
         *csv_files(report_of(found)), "move.csv",
     }  # fmt: skip
