@@ -69,9 +69,27 @@ def test_settings_are_read_from_the_command_line() -> None:
     assert chosen(words) == {
         "host": {"overcommit": 2.5, "floor": 2048}, "image": {"kind": "full"}, "qemu": {"uids": [0, 0]},
     }  # fmt: skip
-    for wrong in ("pacing=8", "pacing.provisioning", "pacing.provisioning="):
+    for wrong in ("pacing=8", "pacing.provisioning"):
         with pytest.raises(Refused, match="not a setting"):
             chosen([wrong])
+    for wrong in ("host.overcomit=2", "pacing.provisioning=many"):
+        with pytest.raises(Refused, match=wrong.partition("=")[0]):
+            chosen([wrong])
+    assert chosen(["pacing.provisioning="]) == {"pacing": {"provisioning": ""}}
+
+
+def test_a_setting_is_added_to_those_given_before(short: Path) -> None:
+    where = layout(short)
+    where.make()
+    for words, kept in (
+        (["qemu.images=/srv/images", "pacing.provisioning=7"], ("/srv/images", 7)),
+        (["web.listen=127.0.0.1:8080"], ("/srv/images", 7)),
+        (["pacing.provisioning="], ("/srv/images", 4)),
+    ):
+        options = LabOptions(settings=plan.changed_settings(where, chosen(words)))
+        settings = configure.configure(where, plan.decide(where, options))
+        assert (str(settings.qemu.images), settings.pacing.provisioning) == kept
+    assert settings.web.listen == "127.0.0.1:8080"
 
 
 def test_the_controllers_settings_are_kept_until_new_ones_are_given(short: Path) -> None:
