@@ -50,6 +50,7 @@ PLAN = LabPlan(
 def short() -> Iterator[Path]:
     """A directory whose path leaves room for sockets."""
     made = Path(tempfile.mkdtemp(prefix="mvlab-"))
+    made.chmod(0o755)
     yield made
     shutil.rmtree(made)
 
@@ -62,6 +63,17 @@ def test_the_directory_of_a_lab_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_
     for wrong in ("/srv/a b", "/srv/a;b", "/srv/" + "x" * 60):
         with pytest.raises(Refused):
             layout(Path(wrong))
+
+
+def test_a_directory_that_users_cannot_enter_is_refused(short: Path) -> None:
+    closed = short / "closed"
+    closed.mkdir(mode=0o700)
+    for root in (closed, closed / "labs" / "one"):
+        with pytest.raises(Refused, match=f"users cannot enter {closed}, ") as refused:
+            layout(root).make()
+        assert refused.value.hint.endswith(f"chmod o+x {closed}") and not list(closed.iterdir())
+    closed.chmod(0o711)
+    layout(closed / "labs" / "one").make()
 
 
 def test_settings_are_read_from_the_command_line() -> None:
@@ -591,8 +603,8 @@ async def test_a_failed_start_is_reported_with_the_last_line_of_the_log(tmp_path
 # --- locks and names -------------------------------------------------------------------------------
 
 
-async def test_a_lab_that_another_command_uses_is_refused(tmp_path: Path) -> None:
-    where = Layout(tmp_path / "lab")
+async def test_a_lab_that_another_command_uses_is_refused(short: Path) -> None:
+    where = Layout(short / "lab")
     where.make()
     with try_locked_directory(where.root), pytest.raises(Refused, match="another command"):
         await lifecycle.down(where)
