@@ -480,6 +480,7 @@ class Why(StrEnum):
     WAS_REQUEUED = ("was requeued",
         "Its run was ended at {at:moment}, because {because}: it began anew after {took:long}.[ It was evicted "
         "{times:times}.]")
+    BEGAN_ANEW = "began anew", "Its earlier run ended with its VM: {because}. It began anew."
     IS_WARNED = "is warned", "It was told to end {time:long} ago: {because}."
     IS_PREEMPTED = "is preempted", "Its run is being ended: {because}."
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
