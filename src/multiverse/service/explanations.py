@@ -61,6 +61,7 @@ class Viewer:
 OPERATOR = Viewer()
 
 
+TASK_IDS = "a task of an array has the id that squeue shows, such as 123_4"
 TASKS = 20  # the most tasks of an array in one answer
 _SEARCHED = 1000  # the latest attempts of an array that are searched for the latest of each task
 
