@@ -19,12 +19,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from typer.main import get_command
 
 from multiverse import config
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.identity import site_of, vm_name
 from multiverse.system.locks import try_locked_directory
-from multiverse_lab.cli.lab import chosen
+from multiverse_lab.cli.lab import app, chosen
 from multiverse_lab.lab import configure, lifecycle, plan, process, users_command
 from multiverse_lab.lab.layout import Layout, layout
 from multiverse_lab.lab.plan import LabOptions, LabPlan
@@ -614,3 +616,16 @@ async def test_a_lab_that_another_command_uses_is_refused(short: Path) -> None:
 def test_the_sites_of_a_labs_vms_are_read_from_their_names() -> None:
     assert site_of(vm_name("ab12", 7)) == "ab12"
     assert not any(site_of(name) for name in ("mvab-3.lock", ".t-1", "mvlab200", "x-3"))
+
+
+def test_the_parts_of_a_lab_are_down_unless_some_of_them_live(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def states(*alive: bool) -> list[str]:
+        parts = {f"part{number}": {"pid": 7, "alive": one} for number, one in enumerate(alive)}
+        monkeypatch.setattr(lifecycle, "status", lambda _: parts)
+        done = CliRunner().invoke(get_command(app), ["status", "--dir", str(short)])
+        assert done.exit_code == (0 if all(alive) else 3)
+        return [line.split()[-1] for line in done.output.splitlines() if " part" in line]
+
+    assert states(False, False) == ["down", "down"]
+    assert states(True, False) == ["alive", "dead"]
+    assert states(True, True) == ["alive", "alive"]

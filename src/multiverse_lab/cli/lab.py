@@ -139,10 +139,12 @@ def status(directory: Dir = None, json: Json = False) -> None:
     if json:
         as_json(found)
     else:
+        # A lab that was brought down has not failed.
+        lost = "dead" if any(service["alive"] for service in found.values()) else "down"
         made = table("PART", "PID", "STATE", right=("PID",))
         for name, service in found.items():
             made.add_row(
-                name, str(service.get("pid") or service.get("address") or "–"), "alive" if service["alive"] else "dead"
+                name, str(service.get("pid") or service.get("address") or "–"), "alive" if service["alive"] else lost
             )
         show(made, "no lab")
     if not all(service["alive"] for service in found.values()):
