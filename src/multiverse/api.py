@@ -536,7 +536,7 @@ class TrialView:
     """What would become of one request."""
 
     starts: bool  # at once
-    never: bool  # it would be cancelled
+    never: bool  # it would be refused
     why: str  # why it would wait, or what its VMs would be
     hosts: str  # where it would start: a node set
     ahead: int  # as in ExplanationView

@@ -185,5 +185,8 @@ class Client:
                 f"no daemon listens at {self._path}", hint="start one: multiverse lab up, or multiverse daemon"
             )
         if not os.access(self._path, os.W_OK):
-            return Unreachable(f"{self._path} is not yours to use", hint="run this as the daemon's user")
+            return Unreachable(
+                f"{self._path} is not yours to use",
+                hint="users: squeue, multiverse explain; operators: run this as the daemon's user",
+            )
         return Unreachable(f"the daemon at {self._path} is not running", hint="start it: multiverse lab up")

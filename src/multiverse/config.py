@@ -805,7 +805,7 @@ def changed_keys(before: Any, after: Any, prefix: tuple[str | int, ...] = ()) ->
         return []
     pairs = _pairs(before, after)
     if not pairs:
-        return [".".join(map(str, prefix))]
+        return [key_text(prefix)]
     return [key for name, old, new in pairs for key in changed_keys(old, new, (*prefix, name))]
 
 
@@ -832,7 +832,7 @@ def _applied(running: Any, new: Any, prefix: tuple[str | int, ...], waiting: lis
         return running
     pairs = _pairs(running, new)
     if not pairs:
-        waiting.append(".".join(map(str, prefix)))
+        waiting.append(key_text(prefix))
         return running
     if isinstance(running, tuple):
         return tuple(_applied(old, value, (*prefix, i), waiting) for i, old, value in pairs)
@@ -977,7 +977,7 @@ def _read(path: Path) -> Document:
         text = path.read_text()
         return Document(path, text, tomllib.loads(text))
     except OSError as error:
-        hint = f"give the file with --config, or write it: multiverse config example > {path}"
+        hint = f"name another file, or write this one: multiverse config example > {path}"
         raise Refused(f"cannot read {path}: {error.strerror}", hint=hint) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Refused(f"{path} is not TOML: {error}", hint="correct that line") from error
@@ -990,7 +990,12 @@ class Mistake(NamedTuple):
     message: str
 
     def __str__(self) -> str:
-        return f"{'.'.join(map(str, self.key))}: {self.message}"
+        return f"{key_text(self.key)}: {self.message}"
+
+
+def key_text(key: Iterable[str | int]) -> str:
+    """A path as operators read it: the tables of an array are counted from 1."""
+    return ".".join(str(word + 1) if isinstance(word, int) else word for word in key)
 
 
 def parse(raw: dict[str, Any], origin: str) -> Settings:
@@ -1161,6 +1166,9 @@ def _contradictions(s: Settings) -> Iterator[str]:
     """Each value that makes no sense although its type permits it, with its key."""
     yield from _wrong_host(s)
     yield from _wrong_classes(s)
+    yield from _wrong_mounts(s.mounts)
+    if not re.fullmatch(r"[^\s,=#\"']+", s.slurm.partition):
+        yield "slurm.partition: must be the name of one partition, without blanks, commas, quotes, '=' and '#'"
     if not any("{host}" in word for word in s.agent.connect):
         yield "agent.connect: must name the host, as {host}"
     yield from _wrong_fence(s)
@@ -1202,6 +1210,17 @@ def _wrong_classes(s: Settings) -> Iterator[str]:
         yield from (f"hosts.{i}: {why}" for why in (*_wrong_host(of_class), *_wrong_qemu(of_class.qemu)))
     if twice := sorted(name for name, count in named.items() if count > 1):
         yield f"hosts: {', '.join(twice)} in more than one place"
+
+
+def _wrong_mounts(mounts: tuple[Mount, ...]) -> Iterator[str]:
+    targets = Counter(str(Path(one.target)) for one in mounts)
+    for i, one in enumerate(mounts):
+        if not one.source:
+            yield f"mounts.{i}.source: must not be empty; give what is mounted, such as fileserver:/home"
+        if not one.target.startswith("/"):
+            yield f"mounts.{i}.target: must be an absolute path, not {toml_value(one.target)}"
+    for twice in sorted(target for target, count in targets.items() if count > 1):
+        yield f"mounts: two file systems are mounted at {twice}; give each a directory of its own"
 
 
 def wrong_host_name(name: str) -> str:

@@ -135,7 +135,7 @@ def test_capacity_shows_what_is_used_and_what_would_start(width: int) -> None:
         (TRIAL, ("It would wait.", "3 jobs would be ahead of it, and job 2", "Without other jobs that wait")),
         (replace(TRIAL, ahead=0, behind="", alone=None), ("Nobody can tell when",)),
         (replace(TRIAL, expected=1_700_000_000.0), ("It would start by 2023-11-1", "by the time limits")),
-        (replace(TRIAL, never=True, why="fits on no host"), ("It would be cancelled.", "fits on no host")),
+        (replace(TRIAL, never=True, why="fits on no host"), ("It would be refused.", "fits on no host")),
         (replace(TRIAL, starts=True, why="instant on n1", hosts="n1", groups=()), ("It would start at once.", "on n1")),
     ],
 )

@@ -44,6 +44,12 @@ def test_the_check_shows_each_mistake_and_fails(tmp_path: Path, monkeypatch: pyt
     assert f'{path}:3: host.memory: must be a whole number, not "x"\n' in printed and "2 mistakes" in printed
 
 
+def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match="cannot read") as refused:
+        run(monkeypatch, "check", str(tmp_path / "m.toml"))
+    assert "--config" not in refused.value.hint and f"multiverse config example > {tmp_path}" in refused.value.hint
+
+
 def test_what_was_changed_is_shown_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.toml"
     path.write_text("[host]\ncores = 4\n")

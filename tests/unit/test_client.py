@@ -48,3 +48,15 @@ def test_a_refusal_of_the_daemon_is_an_error_with_its_words(status: int, error: 
     ):
         client.repair("h1")
     assert type(caught.value) is error and caught.value.hint
+
+
+def test_a_user_who_may_not_use_the_socket_is_told_what_they_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "api.sock"
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(str(path))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(MultiverseError, match="not yours to use") as refused, Client(path) as client:
+        client.status()
+    assert "users: squeue, multiverse explain" in refused.value.hint

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Environment, PackageLoader
 from typer.main import get_command
 
 from multiverse.api import Alert, HostView, SizeView, StatusView
 from multiverse.bundles.slurm import scheduler as of_slurm
 from multiverse.cli.commands import build
 from multiverse.config import (
+    AgentSettings,
     HostSettings,
     JobVmSettings,
     QemuSettings,
@@ -259,6 +261,29 @@ def test_ports_at_which_nobody_answers_are_found(port: int) -> None:
     assert ports(port, closed) == [f"127.0.0.1:{closed}"]
     assert ports(port, port, web=port) == []
     assert ports(port, port, web=closed) == [f"127.0.0.1:{closed}"]
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_a_lab_is_not_told_to_become_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+    config = tmp_path / "etc" / "multiverse.toml"
+    slurm = SlurmSettings(conf=config.with_name("slurm.conf"), inbox=tmp_path / "inbox")
+    settings = Settings(slurm=slurm, socket=tmp_path / "api.sock", agent=AgentSettings(socket=tmp_path / "agent.sock"))
+    config.parent.mkdir()
+    slurm.conf.write_text("ClusterName=c\nSlurmctldHost=localhost(127.0.0.1)\nSlurmUser=root\n")
+    monkeypatch.setattr(of_slurm.checking, "release_of", lambda _: Version(22, 5))
+    monkeypatch.setattr(doctor, "platform_bundles", lambda _: {})
+
+    def examined() -> str:
+        found = doctor.examine_agent(settings, config) if agent else doctor.examine(settings, config, slurm.conf)
+        return "\n".join(map(repr, found))
+
+    config.write_text("")
+    assert "run multiverse site render /" in examined() and "systemctl enable --now multiverse" in examined()
+    template = PackageLoader("multiverse_lab.lab").get_source(Environment(), "multiverse.toml")[0]
+    config.write_text(template.splitlines()[0])
+    of_lab = examined()
+    assert "systemctl" not in of_lab and "multiverse site" not in of_lab
+    assert f"this is the lab in {tmp_path}: " in of_lab and f"multiverse lab up --dir {tmp_path}, and see" in of_lab
 
 
 def test_the_munge_that_slurm_uses_is_the_one_that_is_tried(tmp_path: Path) -> None:

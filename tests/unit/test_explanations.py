@@ -86,6 +86,22 @@ def test_a_user_is_told_of_their_job_s_evictions_without_names_that_are_private(
         assert [(each.host, each.reason, each.took) for each in one.evictions] == [(host, reason, 2.0)]
 
 
+def test_a_job_that_began_anew_because_its_vm_was_lost_says_so() -> None:
+    cluster = crowded()
+    assert cluster.state is not None
+    (running,) = (one for one in cluster.state.attempts.values() if one.state is A.ALLOCATED)
+    job = running.job.job_id
+    cluster.state.attempts[running.id] = replace(running, job=replace(running.job, restarts=1))
+    for reason, said in (
+        (Why.REQUEUED(Why.RESULT(word="its QEMU has ended")), True),
+        (Why.REQUEUED(), False),
+    ):
+        lost = replace(attempt(A.REQUEUED, id=running.id - 1, job=job), outcome="requeued", reason=reason)
+        (one,) = explanations(cluster, lost).of_job(job, OPERATOR).jobs
+        words = "Its earlier run ended with its VM: its QEMU has ended. It began anew."
+        assert (words in one.text) is said and ("began anew" in one.text) is said
+
+
 def test_the_latest_attempt_of_a_job_is_told() -> None:
     older = attempt(A.REQUEUED, id=1, job="5", reason="no VM joined")
     newer = attempt(A.FAILED, id=9, job="5", reason="no VM could be created")

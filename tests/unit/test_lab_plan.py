@@ -19,12 +19,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from typer.main import get_command
 
 from multiverse import config
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.identity import site_of, vm_name
 from multiverse.system.locks import try_locked_directory
-from multiverse_lab.cli.lab import chosen
+from multiverse_lab.cli.lab import app, chosen
 from multiverse_lab.lab import configure, lifecycle, plan, process, users_command
 from multiverse_lab.lab.layout import Layout, layout
 from multiverse_lab.lab.plan import LabOptions, LabPlan
@@ -50,6 +52,7 @@ PLAN = LabPlan(
 def short() -> Iterator[Path]:
     """A directory whose path leaves room for sockets."""
     made = Path(tempfile.mkdtemp(prefix="mvlab-"))
+    made.chmod(0o755)
     yield made
     shutil.rmtree(made)
 
@@ -64,14 +67,43 @@ def test_the_directory_of_a_lab_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_
             layout(Path(wrong))
 
 
+def test_a_directory_that_users_cannot_enter_is_refused(short: Path) -> None:
+    closed = short / "closed"
+    closed.mkdir(mode=0o700)
+    for root in (closed, closed / "labs" / "one"):
+        with pytest.raises(Refused, match=f"users cannot enter {closed}, ") as refused:
+            layout(root).make()
+        assert refused.value.hint.endswith(f"chmod o+x {closed}") and not list(closed.iterdir())
+    closed.chmod(0o711)
+    layout(closed / "labs" / "one").make()
+
+
 def test_settings_are_read_from_the_command_line() -> None:
     words = ["host.overcommit=2.5", "image.kind=full", "host.floor=2048", "qemu.uids=[0, 0]"]
     assert chosen(words) == {
         "host": {"overcommit": 2.5, "floor": 2048}, "image": {"kind": "full"}, "qemu": {"uids": [0, 0]},
     }  # fmt: skip
-    for wrong in ("pacing=8", "pacing.provisioning", "pacing.provisioning="):
+    for wrong in ("pacing=8", "pacing.provisioning"):
         with pytest.raises(Refused, match="not a setting"):
             chosen([wrong])
+    for wrong in ("host.overcomit=2", "pacing.provisioning=many"):
+        with pytest.raises(Refused, match=wrong.partition("=")[0]):
+            chosen([wrong])
+    assert chosen(["pacing.provisioning="]) == {"pacing": {"provisioning": ""}}
+
+
+def test_a_setting_is_added_to_those_given_before(short: Path) -> None:
+    where = layout(short)
+    where.make()
+    for words, kept in (
+        (["qemu.images=/srv/images", "pacing.provisioning=7"], ("/srv/images", 7)),
+        (["web.listen=127.0.0.1:8080"], ("/srv/images", 7)),
+        (["pacing.provisioning="], ("/srv/images", 4)),
+    ):
+        options = LabOptions(settings=plan.changed_settings(where, chosen(words)))
+        settings = configure.configure(where, plan.decide(where, options))
+        assert (str(settings.qemu.images), settings.pacing.provisioning) == kept
+    assert settings.web.listen == "127.0.0.1:8080"
 
 
 def test_the_controllers_settings_are_kept_until_new_ones_are_given(short: Path) -> None:
@@ -573,8 +605,8 @@ async def test_a_failed_start_is_reported_with_the_last_line_of_the_log(tmp_path
 # --- locks and names -------------------------------------------------------------------------------
 
 
-async def test_a_lab_that_another_command_uses_is_refused(tmp_path: Path) -> None:
-    where = Layout(tmp_path / "lab")
+async def test_a_lab_that_another_command_uses_is_refused(short: Path) -> None:
+    where = Layout(short / "lab")
     where.make()
     with try_locked_directory(where.root), pytest.raises(Refused, match="another command"):
         await lifecycle.down(where)
@@ -584,3 +616,16 @@ async def test_a_lab_that_another_command_uses_is_refused(tmp_path: Path) -> Non
 def test_the_sites_of_a_labs_vms_are_read_from_their_names() -> None:
     assert site_of(vm_name("ab12", 7)) == "ab12"
     assert not any(site_of(name) for name in ("mvab-3.lock", ".t-1", "mvlab200", "x-3"))
+
+
+def test_the_parts_of_a_lab_are_down_unless_some_of_them_live(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def states(*alive: bool) -> list[str]:
+        parts = {f"part{number}": {"pid": 7, "alive": one} for number, one in enumerate(alive)}
+        monkeypatch.setattr(lifecycle, "status", lambda _: parts)
+        done = CliRunner().invoke(get_command(app), ["status", "--dir", str(short)])
+        assert done.exit_code == (0 if all(alive) else 3)
+        return [line.split()[-1] for line in done.output.splitlines() if " part" in line]
+
+    assert states(False, False) == ["down", "down"]
+    assert states(True, False) == ["alive", "dead"]
+    assert states(True, True) == ["alive", "alive"]

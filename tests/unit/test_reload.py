@@ -56,7 +56,7 @@ def test_keys_that_reload_applies_are_applied_and_others_are_named() -> None:
 def test_tables_of_an_array_are_compared_one_by_one_if_they_stand_for_the_same() -> None:
     new = replace(RUNNING, lease=(LeaseSettings("a", max=5), LeaseSettings("b", max=2, user="x")))
     applied, waiting = reloaded(RUNNING, new)
-    assert [one.max for one in applied.lease] == [5, 2] and waiting == ["lease.1.user"]
+    assert [one.max for one in applied.lease] == [5, 2] and waiting == ["lease.2.user"]
     for other in ((LeaseSettings("a"),), (LeaseSettings("b", max=2), LeaseSettings("a", max=9))):
         assert reloaded(RUNNING, replace(RUNNING, lease=other)) == (RUNNING, ["lease"])
 
@@ -167,7 +167,7 @@ def test_the_daemon_reads_its_settings_again(tmp_path: Path, daemon: subprocess.
     file.write_text(before + "[[pool]]\nmin = 0\n")
     daemon.send_signal(signal.SIGHUP)
     (wrong,) = eventually(messages)
-    assert f"{file}:6: pool.0: max must be at least 1" in wrong and not status()["pools"]
+    assert f"{file}:6: pool.1: max must be at least 1" in wrong and not status()["pools"]
 
     file.write_text(before + '[[pool]]\nmin = 2\n[slurm]\nconf = "/x"\n[qemu]\nvms = "/y"\n')
     daemon.send_signal(signal.SIGHUP)

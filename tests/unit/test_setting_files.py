@@ -59,20 +59,20 @@ def test_every_mistake_is_found_at_once_each_with_its_line(tmp_path: Path) -> No
         (("m.toml", 5), 'host.cores: must be a whole number, not "many"'),
         (("m.toml", 6), "host.memory: must be at least qemu.base_memory, 288 MiB"),
         (("m.toml", 7), "host.overcommit: must be at least 1, not 0.5"),
-        (("m.toml", 9), "hosts.0.nodes: 'n[1-' is no node set: missing bracket: \"n[1-\""),
-        (("m.toml", 10), "hosts.1: host.memory: must be at least qemu.base_memory, 288 MiB"),
-        (("m.toml", 10), "hosts.1: qemu.bridge: an interface name has 1 to 15 bytes, without blanks and slashes"),
-        (("m.toml", 12), "hosts.1.core: no such key, did you mean cores?"),
+        (("m.toml", 9), "hosts.1.nodes: 'n[1-' is no node set: missing bracket: \"n[1-\""),
+        (("m.toml", 10), "hosts.2: host.memory: must be at least qemu.base_memory, 288 MiB"),
+        (("m.toml", 10), "hosts.2: qemu.bridge: an interface name has 1 to 15 bytes, without blanks and slashes"),
+        (("m.toml", 12), "hosts.2.core: no such key, did you mean cores?"),
         (("m.toml", 13), "lease: must be an array of tables: begin each with [[lease]]"),
         (("m.toml", 16), "network.gateway: 10.1.0.1 is not in network.subnet 10.213.0.0/16"),
         (("m.toml", 17), "network.reach: must be 'job', 'user' or 'site', not \"all\""),
         (("m.toml", 19), "image.scratch: must be at least 64 MiB and at most image.tmp_disk, 10 MiB"),
-        (("m.toml", 20), "pool.0: max must be at least 1, and not less than min"),
+        (("m.toml", 20), "pool.1: max must be at least 1, and not less than min"),
         (("site.toml", 1), "qemu.accel: must be 'auto', 'kvm' or 'tcg', not \"xen\""),
         (("site.toml", 1), "qemu.bridge: an interface name has 1 to 15 bytes, without blanks and slashes"),
-        (("site.toml", 2), "mounts.0.source: must be given"),
-        (("site.toml", 2), "mounts.0.target: must be given"),
-        (("site.toml", 3), "mounts.0.sourse: no such key, did you mean source?"),
+        (("site.toml", 2), "mounts.1.source: must be given"),
+        (("site.toml", 2), "mounts.1.target: must be given"),
+        (("site.toml", 3), "mounts.1.sourse: no such key, did you mean source?"),
     ]  # fmt: skip
 
 
@@ -112,8 +112,8 @@ def test_each_value_says_where_it_comes_from(tmp_path: Path) -> None:
     got = by_key(write(tmp_path, text, "\n\npoll = 4.0\n[[pool]]\nmin = 3\n"))
     assert got["poll"] == (4.0, 3) and got["history_days"] == (30.0, DEFAULT)
     assert got["host.name"] == ("n2", COMPUTED) and got["host.cores"] == (4, 4) and got["host.memory"] == (512, 8)
-    assert got["hosts.0.memory"] == (512, 8) and "hosts.0.cores" not in got, "as in [host]"
-    assert got["pool.0.min"] == (3, 5) and got["pool.0.max"] == (0, DEFAULT)
+    assert got["hosts.1.memory"] == (512, 8) and "hosts.1.cores" not in got, "as in [host]"
+    assert got["pool.1.min"] == (3, 5) and got["pool.1.max"] == (0, DEFAULT)
     assert got["users.socket"] == (Path("/run/multiverse/users.sock"), COMPUTED)
     assert by_key(tmp_path / "m.toml", "head")["host.memory"] == (8192, 5), "which is of no class"
 
@@ -123,7 +123,7 @@ def test_an_array_that_is_overridden_has_the_lines_of_the_other_file(tmp_path: P
     path = write(tmp_path, text, '[[lease]]\npartition = "b"\n[vxlan]\nport = 5\n')
     got = by_key(path)
     assert load(path).lease == (LeaseSettings("b"),)
-    assert got["lease.0.partition"] == ("b", 2) and got["lease.0.max"] == (1, DEFAULT)
+    assert got["lease.1.partition"] == ("b", 2) and got["lease.1.max"] == (1, DEFAULT)
     assert got["vxlan.addresses"][1] == 6 and got["vxlan.port"] == (5, 4)
 
 

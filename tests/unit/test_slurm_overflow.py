@@ -220,10 +220,10 @@ def test_a_partition_that_is_missing_or_gives_whole_nodes_does_not_overflow(tmp_
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ({"overflow": [{"partition": "a b"}]}, "overflow.0.partition: must be the name"),
-        ({"overflow": [{"partition": "vm"}]}, "overflow.0.partition: vm has no physical nodes"),
-        ({"overflow": [{"partition": "batch", "constraint": "a&b"}]}, "overflow.0.constraint"),
-        ({"overflow": [{"partition": "batch", "min_wait": -1}]}, "overflow.0.min_wait"),
+        ({"overflow": [{"partition": "a b"}]}, "overflow.1.partition: must be the name"),
+        ({"overflow": [{"partition": "vm"}]}, "overflow.1.partition: vm has no physical nodes"),
+        ({"overflow": [{"partition": "batch", "constraint": "a&b"}]}, "overflow.1.constraint"),
+        ({"overflow": [{"partition": "batch", "min_wait": -1}]}, "overflow.1.min_wait"),
         ({"overflow": [{"partition": "batch"}, {"partition": "batch"}]}, "one partition twice"),
         ({"overflow": [{"partition": "batch"}], "lease": [{"partition": "batch"}]}, "batch is leased, too"),
     ],

@@ -145,8 +145,7 @@ def test_memory_is_given_back_when_others_need_it(monkeypatch: pytest.MonkeyPatc
 
 def test_processes_mounts_and_directories_of_a_lab_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = Layout(tmp_path / "lab")
-    where.make()
-    where.run.rmdir()
+    where.root.mkdir()
     monkeypatch.setattr(leftovers, "LINKS", tmp_path)
     monkeypatch.setattr(leftovers, "MOUNTS", tmp_path / "mounts")
     (tmp_path / "mounts").write_text(

@@ -103,8 +103,9 @@ async def test_a_user_is_told_of_their_own_job_and_of_no_other(tmp_path: Path) -
         for job in ("8", "9", "8_1"):
             with pytest.raises(Gone, match=f"you have no job {job} "):
                 await asyncio.to_thread(client.explain, job)
-            with pytest.raises(Gone, match=f"you have no job {job} "):
+            with pytest.raises(Gone, match=f"you have no job {job} ") as gone:
                 await asyncio.to_thread(client.timeline, job)
+            assert "a task of an array" in gone.value.hint and "123_4" in gone.value.hint
         with pytest.raises(Refused, match="scheduler is unknown"):
             await asyncio.to_thread(client.capacity)
 

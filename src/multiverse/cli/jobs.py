@@ -350,7 +350,7 @@ def _show_trial(found: api.TrialView) -> None:
         where = f" on {found.hosts}" if found.hosts and found.hosts not in found.why else ""
         render.say(f"{found.why}{where}")
         return
-    said = "It would be cancelled." if found.never else "It would wait."
+    said = "It would be refused." if found.never else "It would wait."
     render.console.print(Text(said, style="bold red" if found.never else "bold yellow"))
     render.say(found.why)
     if found.ahead:

@@ -513,7 +513,7 @@ class WhatIfAnswer:
 
     starts: bool  # its VMs would be claimed at once, on `hosts`
     why: Reason | None  # it would wait, or was chosen so
-    never: bool = False  # it would be cancelled
+    never: bool = False  # it would be refused
     hosts: tuple[str, ...] = ()
     ahead: int = 0  # attempts before it
     behind: str = ""  # the job that blocks the others; empty: none

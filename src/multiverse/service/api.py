@@ -16,7 +16,7 @@ from multiverse.config import names_of_hosts
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.service.backend import Backend, JobChange
-from multiverse.service.explanations import OPERATOR
+from multiverse.service.explanations import OPERATOR, TASK_IDS
 from multiverse.service.publisher import Publisher
 
 
@@ -114,14 +114,14 @@ def _add_jobs(app: FastAPI, backend: Backend) -> None:
         """One timeline for each attempt of the job, in order; for an array, of all its tasks."""
         if found := backend.timelines(job):
             return found
-        raise HTTPException(404, f"no attempt of job {job} is known")
+        raise HTTPException(404, f"no attempt of job {job} is known; {TASK_IDS}")
 
     @app.get("/explain/{job}")
     async def explain(job: str) -> api.ExplanationsView:
         """Why a job waits, in which stage it is, or how it ended; for an array, of its first tasks."""
         found = backend.explanations.of_job(job, OPERATOR)
         if not found.jobs:
-            raise HTTPException(404, f"no job {job} is known")
+            raise HTTPException(404, f"no job {job} is known; {TASK_IDS}")
         return found
 
     @app.get("/capacity")

@@ -5,7 +5,9 @@ finding says what was seen, and has its remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +24,12 @@ from multiverse.system.processes import unreachable
 
 
 def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True) -> Iterator[Examination]:
-    """Examine the controller's machine and its site; `source` is its scheduler's configuration. With `kvm` small guests
-    are run, for seconds. Blocks."""
+    """Examine the controller's machine and its site, or a lab; `source` is its scheduler's configuration. With `kvm`
+    small guests are run, for seconds. Blocks."""
+    lab = lab_of(config)
     yield Examination("settings", tuple(tried(partial(_settings_file, config))))
-    yield from scheduler_bundle(settings).examine(settings, config, source)
-    yield Examination("ports of the daemon", tuple(_ports(settings)))
+    own = _of_controller(settings, config, source)
+    yield from own if lab is None else _of_lab(lab, own)
     if settings.host.name in host_names(settings):
         yield from _of_platforms(settings, kvm=kvm)
     else:
@@ -45,9 +48,18 @@ def examine_before(settings: Settings, config: Path, source: Path, *, kvm: bool 
 
 def examine_agent(settings: Settings, config: Path, *, kvm: bool = True, before: bool = False) -> Iterator[Examination]:
     """Examine a host that runs an agent and no controller; `before` anything is installed, without the agent."""
-    if not before:
+    lab = lab_of(config)
+    if lab is not None and not before:
+        found = tuple(tried(lambda: checking.check_network_and_agent(settings)))
+        yield from _of_lab(lab, [Examination("agent", found)])
+    elif not before:
         yield Examination("agent", tuple(tried(lambda: checking.check_agent(settings, config))))
     yield from _of_platforms(settings, kvm=kvm)
+
+
+def _of_controller(settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
+    yield from scheduler_bundle(settings).examine(settings, config, source)
+    yield Examination("ports of the daemon", tuple(_ports(settings)))
 
 
 def _of_platforms(settings: Settings, *, kvm: bool) -> Iterator[Examination]:
@@ -81,6 +93,32 @@ def _ports(settings: Settings) -> Iterator[Finding]:
             f"the web page is to be there, and nobody answers: {why}",
             "start the daemon, or see web.listen in the settings",
         )
+
+
+# --- a lab ----------------------------------------------------------------------------------------
+
+
+_OF_SITES = re.compile(r"systemctl|systemd|multiverse site|^start |restart slurmctld|scontrol reconfigure")
+"""In the remedies that begin with a site's services and files."""
+
+
+def lab_of(config: Path) -> Path | None:
+    """The directory of the lab whose settings these are; None if they are a site's."""
+    if not config.exists() or not config.read_text().startswith("# Written by `multiverse lab up`"):
+        return None
+    return config.parent.parent
+
+
+def _of_lab(lab: Path, found: Iterable[Examination]) -> Iterator[Examination]:
+    """What was examined of a lab, which has no files in /etc and no services of systemd. A site's remedies would
+    install these, and `lab up` writes a lab's files and starts its services."""
+    why = f"this is the lab in {lab}: multiverse lab up writes its files and starts its services"
+    yield Examination("files and services of a site", skipped=why)
+    remedy = f"multiverse lab up --dir {lab}, and see {lab}/log"
+    for one in found:
+        if one.name != checking.FILES:
+            own = (each._replace(remedy=remedy) if _OF_SITES.search(each.remedy) else each for each in one.findings)
+            yield replace(one, findings=tuple(own))
 
 
 # --- through the daemon ----------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class Viewer:
 OPERATOR = Viewer()
 
 
+TASK_IDS = "a task of an array has the id that squeue shows, such as 123_4"
 TASKS = 20  # the most tasks of an array in one answer
 _SEARCHED = 1000  # the latest attempts of an array that are searched for the latest of each task
 
@@ -108,9 +109,19 @@ class Explanations:
             found = explain(context, attempt, self._clock.now())
             kept = _kept_by_the_scheduler(context, attempt)
             todo = found.todo or (self._words.advise(kept) if kept else "")
-            return replace(found, sentences=tuple(map(self._explained, found.sentences)), todo=todo)
+            sentences = (*found.sentences, *self._lost_run(attempt))
+            return replace(found, sentences=tuple(map(self._explained, sentences)), todo=todo)
         entries = self._store.journal(attempts=[attempt.id])
         return explain_ended(attempt, self._clock.wall() - entries[-1].wall if entries else 0.0)
+
+    def _lost_run(self, attempt: Attempt) -> list[Reason]:
+        """Of a job that runs: why its run before this one was lost, if it was queued again because of its VM."""
+        if attempt.state is not AttemptState.ALLOCATED or not attempt.job.restarts:
+            return []
+        earlier = self._store.attempts(job_id=attempt.job.job_id, limit=TASKS)
+        before = next((one for one in earlier if one.job.restarts == attempt.job.restarts - 1), None)
+        why = before.reason if before is not None and before.outcome == "requeued" else None
+        return [Why.BEGAN_ANEW(why.because[0])] if why and why.kind is Why.REQUEUED and why.because else []
 
     def _explained(self, reason: Reason) -> Reason:
         """The same with what the scheduler's own words mean."""

@@ -25,7 +25,7 @@ from multiverse.bundles.contract import Identities, Privacy
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.ports import Clock
 from multiverse.service.backend import Backend, JobChange
-from multiverse.service.explanations import Viewer
+from multiverse.service.explanations import TASK_IDS, Viewer
 from multiverse.system.processes import peer_of
 
 log = structlog.get_logger()
@@ -128,7 +128,9 @@ class UserQuestions:
             case "timeline":
                 found = self.backend.timelines(question.job, viewer)
         if not question.job or not (found.jobs if isinstance(found, ExplanationsView) else found):
-            raise Gone(f"you have no job {question.job}" if question.job else "name a job")
+            if not question.job:
+                raise Gone("name a job")
+            raise Gone(f"you have no job {question.job}", hint=f"see: squeue --me; {TASK_IDS}")
         return found
 
 

@@ -25,6 +25,7 @@ from multiverse.site.machine import note, problem
 from multiverse.site.rendering import AGENT_SERVICE, SERVICE, own_job_submit, render, render_agent
 from multiverse.system.files import Origin, SiteFile, origin
 
+FILES = "files"  # the part that compares the files that a site installs
 _UNIT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd's, of services (systemd.exec(5))
 _RENDER = "run multiverse site render /"
 _INTERFACES = Path("/sys/class/net")
@@ -52,7 +53,7 @@ def parts(settings: Settings, config: Path, site: SiteConf, release: requirement
     """What `check` examines, by name, in order."""
     return {
         "slurm.conf": lambda: requirements.examine(settings, site, release),
-        "files": lambda: [*_differences(render(settings, config, site)), *_clients(settings, release)],
+        FILES: lambda: [*_differences(render(settings, config, site)), *_clients(settings, release)],
         "job_submit.lua and epilog": lambda: _scripts(settings, site),
         "inbox, bridge, image and munge key": lambda: _machine(settings, site),
         "slurmctld": lambda: _slurmctld(settings, site),
@@ -70,10 +71,11 @@ def tried(part: Part) -> list[Finding]:
 
 def check_agent(settings: Settings, config: Path) -> list[Finding]:
     """All findings on a host that runs an agent and no controller."""
-    return [*_differences(render_agent(settings, config)), *_agent(settings)]
+    return [*_differences(render_agent(settings, config)), *check_network_and_agent(settings)]
 
 
-def _agent(settings: Settings) -> Iterator[Finding]:
+def check_network_and_agent(settings: Settings) -> Iterator[Finding]:
+    """The findings on such a host that are not of its files."""
     if settings.host.name not in host_names(settings):
         yield problem(
             "hosts",

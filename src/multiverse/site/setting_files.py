@@ -14,6 +14,7 @@ from multiverse.config import (
     Settings,
     documents,
     examined,
+    key_text,
     merged,
     names_of_hosts,
     on_machine,
@@ -76,7 +77,7 @@ def values_in(path: Path, machine: str) -> list[SettingValue]:
     }
     found = []
     for path_, value in _leaves(replace(here, hosts=given.hosts), ()):
-        key = ".".join(map(str, path_))
+        key = key_text(path_)
         source: FileLine | str = lines.get(path_, DEFAULT)
         of_class = ("hosts", own, path_[-1])
         if path_[0] in ("host", "qemu") and of_class in lines:

@@ -15,13 +15,13 @@ import typer
 
 from multiverse.cli.arguments import mebibytes
 from multiverse.cli.render import as_json, console, duration, show, table
-from multiverse.config import Settings, host_names
+from multiverse.config import Settings, examined_as, host_names
 from multiverse.core.errors import Refused
 from multiverse.system import interrupts
 from multiverse_lab.lab import lifecycle, users_command
 from multiverse_lab.lab.configure import users_environment
 from multiverse_lab.lab.layout import layout
-from multiverse_lab.lab.plan import MOST_HOSTS, MOST_PHYSICAL, LabOptions, load, shares
+from multiverse_lab.lab.plan import MOST_HOSTS, MOST_PHYSICAL, LabOptions, changed_settings, load, shares
 
 app = typer.Typer(help="A whole cluster on this machine.", no_args_is_help=True)
 
@@ -35,10 +35,10 @@ _DOWN = 3
 
 def chosen(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The settings `section.key=value`, by section and key. A value is read as TOML; if it is none, it is text. Raises
-    `Refused` for a word of another form."""
+    `Refused` for a word of another form, an unknown key, or a wrong value: the lab would keep it."""
     found: dict[str, dict[str, Any]] = {}
     for word in words:
-        match = re.fullmatch(r"([a-z_]+)\.([a-z_]+)=(.+)", word)
+        match = re.fullmatch(r"([a-z_]+)\.([a-z_]+)=(.*)", word)
         if not match:
             raise Refused(f"--set {word}: not a setting", hint="write it as pacing.provisioning=8")
         section, key, text = match.groups()
@@ -46,6 +46,11 @@ def chosen(words: Sequence[str]) -> dict[str, dict[str, Any]]:
             found.setdefault(section, {})[key] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             found.setdefault(section, {})[key] = text
+    given = {section: {key: one for key, one in keys.items() if one != ""} for section, keys in found.items()}
+    if mistakes := examined_as(Settings, given)[1]:
+        raise Refused(
+            f"--set: {'; '.join(map(str, mistakes))}", hint="correct these; multiverse config show has all keys"
+        )
     return found
 
 
@@ -77,7 +82,7 @@ def up(
     image: Annotated[str | None, typer.Option(help="The image of jobs that name none. [first time: slim]")] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting of the controller, as pacing.provisioning=8; may be repeated."),
+        typer.Option("--set", help="A setting, as pacing.provisioning=8, or KEY= for its default; may be repeated."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -91,7 +96,7 @@ def up(
         memory=mebibytes(memory) if memory else None,
         shares=shares(share or (), where),
         image=image,
-        settings=chosen(setting) if setting else None,
+        settings=changed_settings(where, chosen(setting)) if setting else None,
     )
     settings = interrupts.run(lifecycle.up(where, options, _silent if json else _line))
     if json:
@@ -134,10 +139,12 @@ def status(directory: Dir = None, json: Json = False) -> None:
     if json:
         as_json(found)
     else:
+        # A lab that was brought down has not failed.
+        lost = "dead" if any(service["alive"] for service in found.values()) else "down"
         made = table("PART", "PID", "STATE", right=("PID",))
         for name, service in found.items():
             made.add_row(
-                name, str(service.get("pid") or service.get("address") or "–"), "alive" if service["alive"] else "dead"
+                name, str(service.get("pid") or service.get("address") or "–"), "alive" if service["alive"] else lost
             )
         show(made, "no lab")
     if not all(service["alive"] for service in found.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,8 +155,18 @@ class Layout:
         return hashlib.sha256(bytes(self.root)).hexdigest()
 
     def make(self) -> None:
-        """Create the directories, readable by users whatever the umask is: they need slurm.conf and munge's socket."""
-        for path in [*reversed(self.root.parents), self.root, self.etc, self.log, self.run, self.programs]:
+        """Create the directories, readable by users whatever the umask is: they need slurm.conf and munge's socket.
+
+        `Refused` if other users than root cannot enter it or a directory above it. Nothing is created then.
+        """
+        paths = [*reversed(self.root.parents), self.root]
+        closed = next((one for one in paths if one.exists() and not one.stat().st_mode & stat.S_IXOTH), None)
+        if closed is not None:
+            raise Refused(
+                f"users cannot enter {closed}, and they use the lab in {self.root}",
+                hint=f"choose another directory with --dir, or open this one: chmod o+x {closed}",
+            )
+        for path in [*paths, self.etc, self.log, self.run, self.programs]:
             if not path.exists():
                 path.mkdir()
                 path.chmod(0o755)

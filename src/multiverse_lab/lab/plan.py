@@ -28,7 +28,7 @@ class LabOptions:
 
     With `routed`, a router is between the hosts, and the physical nodes. `cores` and `memory` are those of each host,
     and of each of the `physical` nodes. `settings` are the controller's, by section and key; if given, they replace all
-    those given before.
+    those given before. The value "" leaves a key at its default, whatever the lab would choose.
     """
 
     cores: int | None = None
@@ -303,6 +303,13 @@ def shares(requested: Iterable[Path], where: Layout) -> tuple[Path, ...]:
     usual = [Path("/home"), Path(f"~{user}" if user else "~").expanduser(), Path.cwd()]
     usual = [Path(os.path.realpath(path)) for path in usual]
     return (*(path for path in usual if path.is_dir() and sharable(path)), *chosen)
+
+
+def changed_settings(where: Layout, requested: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The settings that the lab was given before, with these in place of those of the same keys."""
+    plan = load(where)
+    before = plan.settings if plan else {}
+    return {**before, **{section: {**before.get(section, {}), **keys} for section, keys in requested.items()}}
 
 
 _SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr")

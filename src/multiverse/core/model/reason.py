@@ -72,6 +72,7 @@ _FORMS: dict[str, Any] = {
     "times": lambda number: "once" if number == 1 else f"{number} times in a row",
     "jobs": lambda number: "1 job is" if number == 1 else f"{number} jobs are",
     "vms": lambda number: "a VM of " if number == 1 else f"{number} VMs of ",
+    "vms fit": lambda number: "fits" if number == 1 else "fit",
     "vms are": lambda number: "VM is" if number == 1 else f"{number} VMs are",
     "list": lambda texts: ", ".join(texts),
     "four": lambda texts: some(texts, 4),
@@ -170,7 +171,8 @@ class Why(StrEnum):
     NO_HOST = "no host", "no host is in sight", "no host"
     NO_IMAGE = "no image", "no host has image {image}", "image"
     TOO_LARGE = ("too large",
-        "{vms:vms}{node}[ with at most {per_host} on a host] fits on no host; the largest that fits is {fit} per node",
+        "{vms:vms}{node}[ with at most {per_host} on a host] {vms:vms fit} on no host; the largest that fits is {fit} "
+        "per node",
         "too large")
     UNABLE = "unable", "unable to make {clones} clones: {hosts}"
     WITHOUT_IMAGE = "without image", "without image {image}: {hosts}"
@@ -480,6 +482,7 @@ class Why(StrEnum):
     WAS_REQUEUED = ("was requeued",
         "Its run was ended at {at:moment}, because {because}: it began anew after {took:long}.[ It was evicted "
         "{times:times}.]")
+    BEGAN_ANEW = "began anew", "Its earlier run ended with its VM: {because}. It began anew."
     IS_WARNED = "is warned", "It was told to end {time:long} ago: {because}."
     IS_PREEMPTED = "is preempted", "Its run is being ended: {because}."
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
