@@ -67,11 +67,11 @@ program = "absent.sh"
     assert [one.split(": ")[:2] for one in said] == [
         ["science.toml:1", "name"],
         ["science.toml:2", "flavor"],
-        ["science.toml:4", "packages.1"],
-        ["science.toml:5", "kernel_arguments.0"],
+        ["science.toml:4", "packages.2"],
+        ["science.toml:5", "kernel_arguments.1"],
         ["science.toml:7", "distribution.sources"],
-        ["science.toml:10", "files.0.target"],
-        ["science.toml:12", "hooks.0.program"],
+        ["science.toml:10", "files.1.target"],
+        ["science.toml:12", "hooks.1.program"],
     ]
     assert "did you mean flavour" in said[1]
 
@@ -81,10 +81,10 @@ program = "absent.sh"
     [
         ("[distribution]\nrelease = 11\n", "science.toml:2: distribution.release"),
         ("size = 100\n", "science.toml:1: size"),
-        ('[[files]]\nsource = "motd"\n', "science.toml:1: files.0.target: must be given"),
-        ('[[files]]\nsource = "motd"\ntarget = "/a"\nmode = "rwx"\n', "science.toml:4: files.0.mode"),
-        ('[[files]]\nsource = "motd"\ntarget = "/a"\nowner = "a b"\n', "science.toml:4: files.0.owner"),
-        ('[[hooks]]\nprogram = "hook.sh"\nat = "boot"\n', "science.toml:3: hooks.0.at"),
+        ('[[files]]\nsource = "motd"\n', "science.toml:1: files.1.target: must be given"),
+        ('[[files]]\nsource = "motd"\ntarget = "/a"\nmode = "rwx"\n', "science.toml:4: files.1.mode"),
+        ('[[files]]\nsource = "motd"\ntarget = "/a"\nowner = "a b"\n', "science.toml:4: files.1.owner"),
+        ('[[hooks]]\nprogram = "hook.sh"\nat = "boot"\n', "science.toml:3: hooks.1.at"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(tmp_path: Path, text: str, key: str) -> None:
