@@ -33,6 +33,7 @@ done
 async def saved_job(lab: LabSession, client: Client, options: LabOptions) -> list[str]:
     """Run the job, and show what its user and the operators see. Returns what is not as expected."""
     output = lab.user.home / "saved.out"
+    output.unlink(missing_ok=True)  # of an earlier demonstration
     with progress.step("a job that is saved, and goes on after all was restarted") as say:
         job = lab.submit(SCRIPT, "--job-name=saved", f"--output={output}")
         say("it runs")
