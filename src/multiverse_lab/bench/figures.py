@@ -150,14 +150,19 @@ def _verdict(
     an interval: what differs from run to run, such as the machine's other work, is not in it."""
     if any(len(some) == 1 for some in runs):
         return ""
-    was, now = (median([one.value for one in some]) for some in runs)
-    overlap = bounds[0][0] <= bounds[1][1] and bounds[1][0] <= bounds[0][1]
-    if overlap or abs(now - was) <= threshold * abs(was):
+    was, now = (Figure(median([one.value for one in some]), *bound) for some, bound in zip(runs, bounds, strict=True))
+    if not differ(was, now, threshold):
         return ""
     wanted = better(name)
     if wanted == "neither":
         return "changed"
-    return "better" if (now < was) is (wanted == "less") else "worse"
+    return "better" if (now.value < was.value) is (wanted == "less") else "worse"
+
+
+def differ(was: Figure, now: Figure, threshold: float = THRESHOLD) -> bool:
+    """Whether the values differ by more than that share of the older one, and the intervals do not overlap."""
+    overlap = was.low <= now.high and now.low <= was.high
+    return not overlap and abs(now.value - was.value) > threshold * abs(was.value)
 
 
 def only_in(some: Sequence[Mapping[str, Figure]], other: Sequence[Mapping[str, Figure]]) -> list[str]:

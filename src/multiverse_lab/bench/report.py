@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse_lab.bench.figures import flatten
+from multiverse_lab.bench.figures import Figure, differ, flatten
 
 _BEGIN, _END = "<!-- measured: {name} -->\n", "<!-- end of measured -->\n"
 
@@ -127,13 +127,11 @@ class ChangedFigure:
 
 _FIGURE = re.compile(r"(?P<value>-?[\d,.]+)(?: \S+)? \((?P<low>-?[\d,.]+) to (?P<high>-?[\d,.]+)\)")
 _RUN = re.compile(r"`(?P<command>[^`]*)`, (?P<at>[\d-]+),.*?(?P<machine>\d+ CPUs? \(.*?\), \d+ GiB)?(?:, Slurm .*)?\.")
-LEAST = 0.1
-"""A figure that differs by less than this share has not changed, as for `bench compare`."""
 
 
 def changes(page: str, run: BenchmarkRun) -> tuple[str, list[ChangedFigure]]:
-    """The day of the run that the page has, and which figures with an interval differ from it by more than `LEAST`, and
-    beyond both intervals. The day is empty if the page has no run by the same command on such a machine."""
+    """The day of the run that the page has, and which figures with an interval differ from it, as for `bench compare`.
+    The day is empty if the page has no run by the same command on such a machine."""
     begin = _BEGIN.format(name=run.name)
     before, now = page.partition(begin)[2].partition(_END)[0], region(run)
     was, is_ = _RUN.match(before), _RUN.match(now)
@@ -142,7 +140,7 @@ def changes(page: str, run: BenchmarkRun) -> tuple[str, list[ChangedFigure]]:
     old, found = _figures(before), []
     for (row, column), text in _figures(now).items():
         one, other = _FIGURE.fullmatch(old.get((row, column), "")), _FIGURE.fullmatch(text)
-        if one is not None and other is not None and _differ(one, other):
+        if one is not None and other is not None and differ(_figure(one), _figure(other)):
             found.append(ChangedFigure(row, column, one[0], text))
     return was["at"], found
 
@@ -154,10 +152,8 @@ def _figures(text: str) -> dict[tuple[str, str], str]:
     return {(row[0], head): cell for row in rows[1:] for head, cell in zip(heads[1:], row[1:], strict=False)}
 
 
-def _differ(one: re.Match[str], other: re.Match[str]) -> bool:
-    value, low, high = (float(one[part].replace(",", "")) for part in ("value", "low", "high"))
-    now, least, most = (float(other[part].replace(",", "")) for part in ("value", "low", "high"))
-    return abs(now - value) > LEAST * abs(value) and (least > high or most < low)
+def _figure(found: re.Match[str]) -> Figure:
+    return Figure(*(float(found[part].replace(",", "")) for part in ("value", "low", "high")))
 
 
 def regions(page: str) -> list[str]:

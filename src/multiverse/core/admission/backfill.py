@@ -31,9 +31,7 @@ from multiverse.core.policy import Backfill
 _LATER = 60.0  # seconds by which the first job may have to wait longer than its user was told before it is told anew
 _PASSED = 10  # jobs that are passed at most for each job that may be looked at
 _KEPT = 8  # of so many different requests it is remembered when hosts will have room for them
-_UNBUILT = (
-    5.0  # seconds by which a slot may be too early where nobody builds the template: then nothing is computed anew
-)
+_UNBUILT = 5.0  # seconds by which a slot may be too early where nobody builds the template: it is not computed anew
 _SOONER = 300.0  # seconds by which it starts sooner at least, and a quarter of what is left, to be told anew
 
 
