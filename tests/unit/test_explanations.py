@@ -102,6 +102,16 @@ def test_a_job_that_began_anew_because_its_vm_was_lost_says_so() -> None:
         assert (words in one.text) is said and ("began anew" in one.text) is said
 
 
+def test_a_job_whose_files_could_not_be_opened_says_so_and_what_to_do() -> None:
+    unopened = replace(attempt(A.DONE, id=9, job="5"), reason=Why.UNOPENED(word="FAILED"))
+    (one,) = explanations(crowded(), unopened).of_job("5", Viewer(1000)).jobs
+    assert "FAILED: the scheduler could not open its input, output or error file in its VM" in one.text
+    assert one.todo.startswith("submit it again from a directory that VMs have")
+    failed = replace(attempt(A.DONE, id=9, job="5"), reason=Why.RESULT(word="FAILED"))
+    (one,) = explanations(crowded(), failed).of_job("5", Viewer(1000)).jobs
+    assert one.text == "It ended 2 h ago: FAILED." and not one.todo
+
+
 def test_the_latest_attempt_of_a_job_is_told() -> None:
     older = attempt(A.REQUEUED, id=1, job="5", reason="no VM joined")
     newer = attempt(A.FAILED, id=9, job="5", reason="no VM could be created")

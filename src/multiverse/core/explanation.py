@@ -470,12 +470,19 @@ def _of_its_checkpoints(context: Context, attempt: Attempt) -> list[Reason | Non
 # --- what has ended --------------------------------------------------------------------------------
 
 
+_FILES_IN_VMS = (
+    "submit it again from a directory that VMs have, such as your home, or name its files in such directories; /tmp is "
+    "the VM's own"
+)
+
+
 def explain_ended(attempt: Attempt, ended: float) -> Explanation:
     """Explain an attempt that has ended, so many seconds ago."""
     why = attempt.reason
     match attempt.state:
         case A.DONE:
-            return _of(Why.ENDED(why, time=ended), _chosen(attempt))
+            todo = _FILES_IN_VMS if why is not None and why.kind is Why.UNOPENED else ""
+            return _of(Why.ENDED(why, time=ended), _chosen(attempt), todo=todo)
         case A.REQUEUED:
             todo = f"its next attempt waits in the queue; where the time went: multiverse timeline {attempt.job.job_id}"
             return _of(Why.GIVEN_UP(why, time=ended), todo=todo)

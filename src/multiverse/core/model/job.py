@@ -224,6 +224,7 @@ class Job(NamedTuple):
     nodes: tuple[str, ...] = ()
     result: str = ""  # the scheduler's word for how it ended: COMPLETED, FAILED, …
     exit_code: int = 0
+    unopened: bool = False  # it ended before it began: its input, output or error file could not be opened
     work_dir: str = ""
     uses: tuple[tuple[str, int], ...] = ()  # what it will take of the view's limits, by limit
     array: str = ""  # the id of its array, if it is a task of one

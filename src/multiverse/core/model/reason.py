@@ -292,6 +292,8 @@ class Why(StrEnum):
         "{because}")
     ON_PHYSICAL = "on physical node", "it has started on a physical node of partition {partition}"
     RESULT = "result", "{word}"
+    UNOPENED = ("unopened",
+        "{word}: the scheduler could not open its input, output or error file in its VM, and did not start it")
     SHOWN_NO_MORE = "shown no more", "the scheduler no longer shows the job"
     REQUEUED = "requeued", "the scheduler requeued the job[: {because}]"
     CHANGED_WAITING = "changed waiting", "changed while waiting"
