@@ -47,7 +47,7 @@ from multiverse.core.model.host import (
     NumaNode,
     Overcommitment,
 )
-from multiverse.core.model.job import AttemptState, Eviction, Request
+from multiverse.core.model.job import AttemptState, Eviction, Job, JobState, Request, SchedulerView
 from multiverse.core.model.reason import Why, said
 from multiverse.core.model.vm import (
     OfferState,
@@ -247,6 +247,17 @@ def test_the_nodes_that_all_hosts_need_are_among_the_alerts() -> None:
     )
     (alert,) = (one for one in backend.alerts() if one.kind == "nodes")
     assert "12 CPUs" in alert.message
+
+
+async def test_jobs_and_timelines_of_a_task_are_found_by_the_number_by_which_the_scheduler_shows_it_too() -> None:
+    controller = ControllerAtRest()
+    job = Job(ATTEMPTS[1].job, "hello", 1000, JobState.PENDING, ATTEMPTS[1].request, other_id="12")
+    controller.scheduler.latest = Seen(SchedulerView({"8_1": job}), 998.0)
+    transport = httpx.ASGITransport(app=serve(controller))
+    async with httpx.AsyncClient(transport=transport, base_url="http://multiverse") as client:
+        for path in ("/jobs?job=12", "/timeline/12"):
+            assert [one["job_id"] for one in (await client.get(path)).json()] == ["8_1"]
+        assert (await client.get("/timeline/13")).status_code == 404
 
 
 ASKED: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (

@@ -136,6 +136,18 @@ def test_of_an_array_the_first_tasks_are_told_and_hosts_once() -> None:
     assert one.job_id == "40_5" and one.hosts
 
 
+def test_a_task_is_found_by_the_number_by_which_the_scheduler_shows_it_too() -> None:
+    cluster = Cluster()
+    cluster.runs(1, 4, ends=500.0)
+    cluster.waits(2, 1, array="40")
+    ref = replace(cluster.jobs["2"].ref, job_id="40_2")
+    cluster.jobs["40_2"] = cluster.jobs.pop("2")._replace(ref=ref, other_id="46")
+    cluster.rows[-1] = replace(cluster.rows[-1], job=ref)  # type: ignore[call-arg]
+    cluster.run()
+    (one,) = explanations(cluster).of_job("46", Viewer(1000)).jobs
+    assert one.job_id == "40_2" and not explanations(cluster).of_job("46", Viewer(2000)).jobs
+
+
 def test_a_job_that_slurm_has_shown_and_no_pass_has_seen_is_told() -> None:
     cluster = crowded()
     cluster.jobs["77"] = cluster.jobs["2"]._replace(ref=replace(cluster.jobs["2"].ref, job_id="77"))

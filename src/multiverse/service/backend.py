@@ -232,6 +232,7 @@ class Backend:
 
     def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[api.JobView]:
         """Live attempts, oldest first; with `ended` or a `job`, the last `limit` attempts that ended too."""
+        job = job and self._own_id(job)
         if ended or job is not None:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
         else:
@@ -244,6 +245,10 @@ class Backend:
             convert.job_view(one, facts, policy, epoch, usages.get(one.id))
             for one, facts in self._job_facts(attempts, vms)
         ]
+
+    def _own_id(self, job: str) -> str:
+        scheduler = self.controller.scheduler.latest
+        return scheduler.value.own_id(job) if scheduler else job
 
     def _job_facts(self, attempts: Sequence[Attempt], vms: Iterable[Vm]) -> Iterator[tuple[Attempt, ShownJob]]:
         world = self.controller.world()
@@ -259,7 +264,7 @@ class Backend:
 
     def timelines(self, job: str, viewer: Viewer = OPERATOR) -> list[api.TimelineView]:
         """One timeline for each attempt of the job that the viewer may see, oldest first."""
-        limit = 1000 if viewer is OPERATOR else MAX_TIMELINES
+        limit, job = 1000 if viewer is OPERATOR else MAX_TIMELINES, self._own_id(job)
         attempts = [one for one in self.store.attempts(job_id=job, limit=limit) if viewer.may_see(one.uid)][::-1]
         now, waiting = self.clock.now(), self._waiting_reasons(attempts)
         return [

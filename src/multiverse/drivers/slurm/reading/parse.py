@@ -266,7 +266,7 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
     if here:  # the partition may have room for it, unless it has waited for its nodes for some time
         free = free and reason in _FULL and pinned is None and now >= begin + here.min_wait
     request, problem = _request(record, own, names, origin)
-    status = number(record.get("exit_code")) or 0
+    status, array = number(record.get("exit_code")) or 0, str(number(record.get("array_job_id")) or "")
     order = rank(priority, submitted, job_id) + (_BEHIND_THE_GATE if here else 0)
     return Job(
         ref=JobRef(job_id, submitted, restarts),
@@ -287,7 +287,8 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
         unopened=state is JobState.ENDED and batch and was_unopened(status),
         work_dir=str(record.get("current_working_directory") or ""),
         uses=uses if state is JobState.PENDING else (),
-        array=str(number(record.get("array_job_id")) or ""),
+        array=array,
+        other_id=str(record["job_id"]) if array and array != str(record["job_id"]) else "",
         limit=names.time_limits.of(number(record.get("time_limit"))),
         batch=batch,
         script_node=str(record.get("batch_host") or "") if batch else "",
