@@ -152,6 +152,10 @@ class Client:
         """Which sizes would start at once, and what is free."""
         return dict(self._call("GET", "/capacity"))
 
+    def images(self) -> list[dict[str, Any]]:
+        """The images that a job may request."""
+        return list(self._call("GET", "/images"))
+
     def trial(self, **request: Any) -> dict[str, Any]:
         """What would become of one request; see `api.TrialRequest`."""
         return dict(self._call("POST", "/capacity", json=request))

@@ -1,4 +1,5 @@
-"""`multiverse jobs`, `vms`, `explain`, `timeline` and `capacity`: jobs, their VMs, and why jobs wait."""
+"""`multiverse jobs`, `vms`, `explain`, `timeline`, `capacity` and `images`: jobs, their VMs, why jobs wait, and what
+they may request."""
 
 from __future__ import annotations
 
@@ -422,3 +423,22 @@ def _show_trial(found: api.TrialView) -> None:
     elif not found.never:
         render.say("Nobody can tell when: no time limit says by when there is room for it.")
     show_groups(found.groups, every=False)
+
+
+# --- multiverse images ------------------------------------------------------------------------------
+
+
+def images(json: render.Json = False, controller: Controller = "") -> None:
+    """Show the images that a job may request with --constraint (-C), and what is in each. Users may ask, too."""
+    with asker(controller) as client:
+        document = client.images()
+    if json:
+        return render.as_json(document)
+    columns: dict[str, Callable[[api.ImageView], str | Text]] = {
+        "IMAGE": lambda one: one.name,
+        "HOSTS": lambda one: str(one.hosts),
+        "CONTENTS": lambda one: ("jobs get it without -C; " if one.default else "") + (one.about or "unknown here"),
+    }
+    found = decode(list[api.ImageView], document)
+    render.listed(found, "There is no image.", columns, right=("HOSTS",), fold=("CONTENTS",))
+    render.say("A job requests one by its name: sbatch -C IMAGE. HOSTS: how many of those in reach have it.", indent=0)

@@ -31,6 +31,7 @@ from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.rows import Rows
 from multiverse.core.saving import with_its_state
 from multiverse.core.transition import Command, EffectKind
+from multiverse.images.catalog import Image
 from multiverse.ports import Clock
 from multiverse.service import alerts, convert, metrics
 from multiverse.service.convert import ShownJob, size_view
@@ -158,6 +159,7 @@ class Backend:
     utilization: UtilizationReader | None = None  # None where nothing is recorded
     statistics: Statistics = field(default_factory=Statistics)
     reload: SettingsReload | None = None  # None where the settings are of no file
+    made_images: Callable[[], Sequence[Image]] = tuple  # on this machine
 
     def _rows(self) -> Rows:
         return self.controller.state.rows()
@@ -278,6 +280,16 @@ class Backend:
     def explanations(self) -> Explanations:
         """Why jobs wait, and what would start at once."""
         return Explanations(self.controller, self.store, self.clock, self.words)
+
+    def images(self) -> list[api.ImageView]:
+        """The images that hosts have, that wait here to be copied to hosts, or that are the default."""
+        default, made = self.controller.policy.image, {one.name: one for one in self.made_images()}
+        there = Counter(name for host in self.controller.world().hosts.values() for name in host.images)
+        away = (name for host in self.controller.known_hosts().values() if host.value for name in host.value.images)
+        return [
+            api.ImageView(name, name == default, there[name], convert.about_image(made.get(name)))
+            for name in sorted({default, *made, *there, *away})
+        ]
 
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
