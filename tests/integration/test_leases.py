@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,8 @@ async def test_a_job_with_a_vm_inside_it_is_on_the_node_of_a_lease(physical: Lab
         out, go = physical.user.home / "beside", physical.user.home / "go"
         script = f"hostname; until [ -e {go} ]; do sleep 0.2; done; echo over"
         job = physical.sbatch(script, "-p", "physical", "--mem=700", "--vm-image=slim", f"--output={out}")
-        until("the job's VM runs", lambda: out.exists() and out.read_text().startswith("mvjob-"), 240)
+        begun = partial(until, "the job's VM runs", lambda: out.exists() and output_of(out).startswith("mvjob-"), 240)
+        await asyncio.to_thread(begun)  # beside the loop: an agent's connection that is not served for 20 s is lost
         (its_vm,) = jobs.glob("mvjob-*")
         (inside,) = pilots.qemus(its_vm.name)
         users = [Path(f"/proc/{pid}").stat().st_uid for pid in (qemu, inside)]

@@ -135,7 +135,7 @@ RIGID = [able("h1", 8, 8192, images={"slim": frozenset({"fork"})})]
 # --- the planner ------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(host_lists(), policies, st.lists(requests, min_size=1, max_size=8))
 @example(LAB, POLICY, [Request(2, Size(8, 300)), Request(2, Size(4, 300)), Request(9, Size(1, 100))])
 @example(RIGID, POLICY, [Request(1, Size(1, 5000), kind=kind) for kind in CloneKind])
@@ -269,7 +269,7 @@ def fields_of(request: Request) -> str:
 
 
 @needs_lua
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(host_lists(), policies, st.lists(requests, min_size=20, max_size=40))
 @example(LAB, POLICY, [Request(2, Size(8, 300)), Request(2, Size(4, 300)), Request(9, Size(1, 100))])
 @example(RIGID, POLICY, [Request(1, Size(1, 5000), kind=kind) for kind in CloneKind])

@@ -20,6 +20,7 @@ from multiverse_lab.bench.paper.figures import summary
 from multiverse_lab.bench.paper.page import ReportSection, csv_files, page
 from multiverse_lab.bench.paper.records import PaperRunTimes
 from multiverse_lab.bench.paper.sections import RATES, choices, of_benchmark, of_choices, of_simulation
+from multiverse_lab.bench.paper_cluster import jobs_of
 from multiverse_lab.cli.injob import start_document
 
 RECORDED = Path(__file__).with_name("paper_run.json")
@@ -142,6 +143,7 @@ def test_the_start_of_vms_inside_jobs_is_drawn_in_its_parts() -> None:
 
 def test_kinds_are_compared_on_the_same_jobs_at_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiverse_lab.bench.paper.sections.RATES", RATES[:1])
+    monkeypatch.setattr("multiverse_lab.bench.paper.sections.jobs_of", lambda *of: list(jobs_of(*of))[:20])
     ended = list[int]()
     found = choices([1], lambda: ended.append(1))
     assert [one["kind"] for one in found] == ["full", "instant", "auto"] and len(ended) == 3

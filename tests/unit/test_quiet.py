@@ -13,7 +13,7 @@ from multiverse.core.model.usage import Load
 from multiverse.core.model.vm import VmCondition
 from multiverse.core.model.world import Observation
 from multiverse.core.policy import Pool
-from multiverse.core.quiet import can_wait
+from multiverse.core.quiet import can_wait, expected_sources
 from multiverse_lab.bench.clusters import ClusterSpec, PolicyChoice, run_cluster
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.scenario import Arrival
@@ -34,7 +34,9 @@ def next_observation_can_wait(harness: PlannerHarness) -> bool:
     told = harness.world.sources[SOURCE]
     harness.pass_time(30.0)
     harness.observe()
-    return can_wait(harness.state, harness.policy, SOURCE, told, harness.world.sources[SOURCE].latest)
+    expected = expected_sources(harness.state, harness.policy)
+    waits = expected is not None and SOURCE not in expected
+    return waits and can_wait(told, harness.world.sources[SOURCE].latest)
 
 
 def vm_of(harness: PlannerHarness) -> str:
@@ -118,9 +120,9 @@ def test_what_moves_rows_or_is_waited_for_cannot_wait(change: Callable[[PlannerH
 def test_a_source_that_was_or_is_unknown_cannot_wait() -> None:
     harness = serving()
     latest = harness.world.sources[SOURCE].latest
-    assert not can_wait(harness.state, harness.policy, SOURCE, Observation(None, 0.0), latest)
-    assert not can_wait(harness.state, harness.policy, SOURCE, harness.world.sources[SOURCE], None)
-    assert not can_wait(harness.state, harness.policy, SOURCE, None, latest)
+    assert not can_wait(Observation(None, 0.0), latest)
+    assert not can_wait(harness.world.sources[SOURCE], None)
+    assert not can_wait(None, latest)
 
 
 def test_idle_hosts_make_no_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from multiverse.core.changes import LOOK_AT_STATES
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.machines.saved import MOST_TRIES, SAVED_EFFECTS
+from multiverse.core.machines.saved import MOST_TRIES, SAVED_EFFECTS, next_run_takes
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import Size
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request
@@ -501,3 +501,35 @@ def test_a_saved_job_that_waits_is_told_since_when_and_where(site: Site) -> None
     assert told(Why.HOST_DRAINED(host="h1")) == f"{size}: host h1 is drained; waiting for capacity"
     assert told(Why.PREEMPTED(job="12", by="high")) == f"for job 12 (high) {size}: waiting for capacity"
     assert with_its_state(site.state, replace(waiting, job=JobRef("8", 500)), why) == why
+
+
+def test_a_saved_job_that_no_host_in_sight_could_hold_waits_and_blocks_nobody() -> None:
+    """Its own host is out of reach for days, say: the others go on, and so does it once the host is back."""
+    site = Site(request=Request(1, Size(4, 100)))
+    site.to_stored()
+    whole = site.hosts["h1"]
+    site.hosts["h1"] = replace(whole, capacity=replace(whole.capacity, cpus=2))
+    site.job("8", rank=1)
+    for _ in range(4):
+        site.run()
+        site.clear()
+    first = next(one.id for one in site.rows.attempts.values() if one.job == JobRef("7", 500, 1))
+    (other,) = (one for one in site.rows.attempts.values() if one.job.job_id == "8")
+    assert (other.state, site.rows.attempts[first].state) == (A.CLAIMED, A.QUEUED)
+    assert "4 CPUs" in str(site.state.reasons[first])
+    site.hosts["h1"] = replace(whole, capacity=replace(whole.capacity, cpus=8))
+    site.run()
+    assert site.rows.attempts[first].state is A.CLAIMED
+
+
+def test_the_run_that_goes_on_takes_what_was_left_of_the_time_limit() -> None:
+    """So it has room where the whole run would not end in time: on a lease, or ahead of an earlier job."""
+    now = 1_700_001_000.0
+    site = Site(limit=3630.0, deadline=now + 600.0, ends=now + 630.0)
+    site.to_cutting()
+    left = site.saved.remaining
+    assert left is not None and 500.0 < left < 600.0
+    (job,) = site.jobs.values()
+    assert next_run_takes(site.saved, job) == left + 30.0
+    assert next_run_takes(site.saved, job._replace(limit=3690.0)) == left + 60.0 + 30.0, "an operator gave it a minute"
+    assert next_run_takes(replace(site.saved, remaining=None), job) == 3630.0

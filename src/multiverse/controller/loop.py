@@ -39,7 +39,7 @@ from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.pools import PoolStatus, pool_status
-from multiverse.core.quiet import can_wait
+from multiverse.core.quiet import can_wait, expected_sources
 from multiverse.core.rebalance.drains import why_stay
 from multiverse.core.rebalance.plan import proposals
 from multiverse.core.saving import unexplained_states, with_its_state
@@ -193,6 +193,8 @@ class Controller:
         self._tasks = ObserverTasks(self._wake.set)
         self._hosts = FollowedHosts(hypervisor, self.state, clock, settings.poll, self.began, self._tasks)
         self._hosts.can_wait = self._can_wait
+        self._expected: Collection[str] | None = None  # see `expected_sources`, asked once after each pass
+        self._knows_expected = False
         self.sources = self._hosts.sources  # one observer for each source of the hypervisor, by the source's name
         self.users = UserDirectory(
             lambda uid: scheduler.user(uid), clock, self._wake.set, lambda: self._effects.try_again_for_users()
@@ -306,7 +308,9 @@ class Controller:
         return self._inbox.ask(command)
 
     def _can_wait(self, source: str, told: Observation | None, now: Seen[HypervisorView] | None) -> bool:
-        return can_wait(self.state, self.policy, source, told, now)
+        if not self._knows_expected:
+            self._expected, self._knows_expected = expected_sources(self.state, self.policy), True
+        return self._expected is not None and source not in self._expected and can_wait(told, now)
 
     # --- the loop ------------------------------------------------------------------------------------
 
@@ -346,6 +350,7 @@ class Controller:
         nothing of it has happened. If that is for want of disk, what only releases is planned and committed by itself,
         in room that is reserved for it, and the effects that only release go on, whether or not that succeeded."""
         world = self.observed = self._world(self._hosts.tell(), frozenset(self._hosts.anew))
+        self._knows_expected = False
         problem = self._plan_and_commit(world)
         if problem is None:
             self.uncommitted = None

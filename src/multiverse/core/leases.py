@@ -19,6 +19,7 @@ from multiverse.core.capacity.sizes import empty_capacity, template_claim, templ
 from multiverse.core.capacity.usable_hosts import for_attempt, may_be_preempted, surely_ends_by
 from multiverse.core.capacity_index import changed, how_many
 from multiverse.core.clones.kinds import choose_clones, node_request, on_hosts_making
+from multiverse.core.clones.supply import claims_to_restore
 from multiverse.core.context import Context
 from multiverse.core.machines.lease import plan_lease, release_lease
 from multiverse.core.model.basics import CloneKind, Size
@@ -181,7 +182,7 @@ class _Needs:
         # Hosts in sight that jobs are about to use, each with all hosts of the same jobs.
         self.used: defaultdict[str, set[str]] = defaultdict(set)
         self.new: list[LeasePolicy] = []
-        self._hopeless: set[tuple[int, float | None, bool]] = set()  # jobs for which there is nothing
+        self._hopeless: set[tuple[object, ...]] = set()  # jobs for which there is nothing
         self._claims: dict[tuple[int, frozenset[str]], Mapping[str, Size]] = {}  # on hosts in sight, of jobs alike
         self._coming = [
             _Coming(policy, host, lease)
@@ -204,7 +205,8 @@ class _Needs:
     def add(self, attempt: Attempt) -> None:
         """A job takes all that it needs, or nothing. Where it gets nothing, its equals get nothing."""
         job = self._context.state.queue.job_of(attempt.id)
-        alike = (self._context.state.queue.shape_of(attempt.id), job.limit, job.requeues)
+        saved = self._context.state.saved_for(attempt.job)
+        alike = (self._context.state.queue.shape_of(attempt.id), job.limit, job.requeues, saved and saved.id)
         if alike in self._hopeless:
             return
         left = attempt.request.nodes - self._place_in_sight(attempt)
@@ -213,13 +215,7 @@ class _Needs:
 
     def _place_in_sight(self, attempt: Attempt) -> int:
         context = for_attempt(self._context, attempt)
-        alike = (context.state.queue.shape_of(attempt.id), context.without)
-        if alike not in self._claims:
-            choice = choose_clones(context, attempt)
-            able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
-            wanted = node_request(context, attempt, choice.kind)
-            self._claims[alike] = vm_claims(wanted, able, context.hosts, context.policy) if able else {}
-        claims, on = self._claims[alike], Counter[str]()
+        claims, on = self._claims_in_sight(context, attempt), Counter[str]()
 
         def accept(name: str) -> bool:
             return attempt.request.most_on_a_host(on[name] + 1) > on[name]
@@ -229,6 +225,18 @@ class _Needs:
         for name in on:
             self.used[name].update(on)
         return on.total()
+
+    def _claims_in_sight(self, context: Context, attempt: Attempt) -> Mapping[str, Size]:
+        """What one VM of the attempt claims, on the hosts in sight that can make it."""
+        if (saved := context.state.saved_for(attempt.job)) is not None:
+            return claims_to_restore(context, saved)
+        alike = (context.state.queue.shape_of(attempt.id), context.without)
+        if alike not in self._claims:
+            choice = choose_clones(context, attempt)
+            able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
+            wanted = node_request(context, attempt, choice.kind)
+            self._claims[alike] = vm_claims(wanted, able, context.hosts, context.policy) if able else {}
+        return self._claims[alike]
 
     def _place_on_leases(self, attempt: Attempt, count: int) -> bool:
         """Take what `count` VMs need of leases; whether there was enough."""

@@ -6,7 +6,7 @@ each such observation would follow another without a pause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -18,31 +18,30 @@ from multiverse.core.policy import Policy
 from multiverse.core.state import State
 
 
-def can_wait(
-    state: State, policy: Policy, source: str, told: Observation | None, now: Seen[HypervisorView] | None
-) -> bool:
-    """Whether an observation of this source needs no pass of its own. `told` is what the last pass was told."""
+def can_wait(told: Observation | None, now: Seen[HypervisorView] | None) -> bool:
+    """Whether an observation of a source that is not among `expected_sources` needs no pass of its own. `told` is what
+    the last pass was told."""
     if told is None or told.latest is None or now is None:  # it was, or is, unknown
         return False
-    return not _is_expected(state, policy, source) and _shows_the_same(told.latest.value, now.value)
+    return _shows_the_same(told.latest.value, now.value)
 
 
-def _is_expected(state: State, policy: Policy, source: str) -> bool:
-    """Whether something waits for what sources show, or for what hosts have free."""
+def expected_sources(state: State, policy: Policy) -> Collection[str] | None:
+    """The sources of which something waits for what they show. None: all, because something waits for what hosts have
+    free, or for any of them. It holds until the next pass."""
     if not state.queue.is_idle or state.drains or state.leases or state.saved or policy.pools:
-        return True
+        return None
     if state.compared.unexplained or state.compared.stray or state.compared.silent:
-        return True
+        return None
     if state.hosts_in(HostState.SILENT, HostState.FENCING, HostState.FENCED):
-        return True
+        return None
     if state.count_vms(VmState.ASLEEP, VmState.DELAYED):
-        return True
+        return None
     attempts = [state.attempts[id_] for id_ in state.dirty.attempts if id_ in state.attempts]
     vms = [state.vms[id_] for id_ in state.dirty.vms if id_ in state.vms]
     vms += (vm for attempt in attempts for vm in state.vms_of(attempt))
     templates = (state.templates[id_] for id_ in state.dirty.templates if id_ in state.templates)
-    sources = (*(place.source for vm in vms for place in vm.places), *(template.source for template in templates))
-    return source in sources
+    return {*(place.source for vm in vms for place in vm.places), *(template.source for template in templates)}
 
 
 def _lasting(kind: Any, *changing: str) -> Callable[[object], object]:

@@ -13,6 +13,7 @@ import builtins
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -37,8 +38,9 @@ class _Module:
     body: str  # its text without docstrings, comment lines and imports
 
 
+@cache
 def assemble() -> str:
-    """The program text of the guest agent. Raises `AssemblyError`."""
+    """The program text of the guest agent, made once in each process. Raises `AssemblyError`."""
     directory = Path(__file__).parent / "agent"
     paths = [path for path in directory.glob("*.py") if path.stem != "__init__"]
     return assemble_sources({path.stem: path.read_text() for path in paths})

@@ -661,7 +661,8 @@ class Cluster:
     def limits_left(self) -> Counter[str]:
         """How much is left of each limit beside the running jobs."""
         left: Counter[str] = Counter()
-        limited = [job for job in self.jobs.values() if self._is_limited(job)]
+        every = bool(self.settings.max_jobs or self.settings.max_cpus)
+        limited = [job for job in self.jobs.values() if every or job.batch.at_most]
         for job in limited:
             most = {"jobs": self.settings.max_jobs, "CPUs": self.settings.max_cpus, "array": job.batch.at_most}
             for limit in self._uses(job):
@@ -771,7 +772,7 @@ class Cluster:
         running, pending, ended = JobState.RUNNING, JobState.PENDING, JobState.ENDED
         for job in self.jobs.values():
             if (state := job.state) is running:
-                if job.runs_until < now:
+                if (limit := job.batch.limit) is not None and job.started + limit < now:
                     overdue.append(job)
             elif state is pending:
                 if job.pin is not None:

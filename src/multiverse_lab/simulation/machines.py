@@ -88,6 +88,7 @@ class Machine:
     slept: int = 0  # the number of its latest sleep
     told: bool | None = None  # whether its job runs, as its guest was told last
     handed: str = ""  # the host to which it was handed over, and which has not taken it over yet
+    shown: tuple[tuple[object, ...], VmSeen] | None = None  # last, and by what
 
     def private(self, now: float) -> float:
         """MiB of private memory at a virtual time. How much of its memory a VM touches is drawn from its name."""
@@ -768,30 +769,8 @@ class Machines:
     def view(self, host: str) -> HypervisorView:
         """What the source of one host shows. Raises `Unknown` if the host cannot be reached."""
         self._check_reachable(host)
-        vms = {
-            machine.spec.name: VmSeen(
-                machine.spec.name,
-                host,
-                VmCondition.DEAD if machine.handed else machine.condition,
-                "it was handed over to another host" if machine.handed else machine.reason,
-                private=machine.private(self._now()),
-                users_added=tuple(sorted(machine.guest.users)) if machine.guest else (),
-                address=machine.address or machine.spec.address,
-                mac=machine.mac or machine.spec.mac,
-                placed_on=machine.placed_on,
-                token=machine.spec.token,
-                size=machine.size or machine.spec.size,
-                disk=self._written(machine),
-                frozen=machine.frozen,
-                freezing=machine.freezing,
-                sleeps=machine.slept,
-                told=machine.told,
-                mute=machine.channel_closed,
-                template_build=machine.template.name if machine.template else "",
-                template_memory=machine.template.key.size.memory if machine.template else 0,
-            )
-            for machine in sorted(self._on(host), key=lambda machine: machine.spec.name)
-        }
+        on_host = sorted(self._on(host), key=lambda machine: machine.spec.name)
+        vms = {machine.spec.name: self._vm_shown(machine) for machine in on_host}
         available = self.available(host) if self._overcommit > 1 else 0
         left = 0 if host in self.full else None
         seen = self.hosts[host]
@@ -807,6 +786,42 @@ class Machines:
             for seen in (self.templates[which],)
         }
         return HypervisorView({host: seen}, vms, templates, self._saved_shown(seen))
+
+    def _vm_shown(self, machine: Machine) -> VmSeen:
+        """The same object for as long as it shows the same: most VMs of most observations are as before."""
+        of = (
+            machine.condition, machine.handed, machine.reason, machine.private(self._now()),
+            machine.guest and frozenset(machine.guest.users), machine.address, machine.mac, machine.placed_on,
+            machine.spec, machine.size, self._written(machine), machine.frozen, machine.freezing, machine.slept,
+            machine.told, machine.channel_closed, machine.template,
+        )  # fmt: skip
+        if machine.shown is None or machine.shown[0] != of:
+            machine.shown = of, self._as_vm(machine)
+        return machine.shown[1]
+
+    def _as_vm(self, machine: Machine) -> VmSeen:
+        spec = machine.spec
+        return VmSeen(
+            spec.name,
+            spec.host,
+            VmCondition.DEAD if machine.handed else machine.condition,
+            "it was handed over to another host" if machine.handed else machine.reason,
+            private=machine.private(self._now()),
+            users_added=tuple(sorted(machine.guest.users)) if machine.guest else (),
+            address=machine.address or spec.address,
+            mac=machine.mac or spec.mac,
+            placed_on=machine.placed_on,
+            token=spec.token,
+            size=machine.size or spec.size,
+            disk=self._written(machine),
+            frozen=machine.frozen,
+            freezing=machine.freezing,
+            sleeps=machine.slept,
+            told=machine.told,
+            mute=machine.channel_closed,
+            template_build=machine.template.name if machine.template else "",
+            template_memory=machine.template.key.size.memory if machine.template else 0,
+        )
 
     def _saved_shown(self, host: Host) -> dict[str, SavedSeen]:
         kept = {

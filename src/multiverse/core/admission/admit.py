@@ -41,7 +41,13 @@ from functools import partial
 from math import inf
 
 from multiverse.core.admission.backfill import Overtaking, reserve, told_before
-from multiverse.core.admission.obstacles import ForeignMemory, release_spares, retire_a_template, why_unfit
+from multiverse.core.admission.obstacles import (
+    ForeignMemory,
+    release_spares,
+    retire_a_template,
+    why_not_restored_anywhere,
+    why_unfit,
+)
 from multiverse.core.capacity.room import Blockage, HostLimits, others_on, room_of
 from multiverse.core.capacity.sizes import template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import for_attempt
@@ -208,8 +214,10 @@ class Admission:
         if job.at_origin and (why := why_stays(job, self.policy)):
             self.queue.set_aside(attempt.id, why)
             return
-        if self.state.saved_for(attempt.job):
-            return  # it ran, and goes on where its state can be restored
+        if saved := self.state.saved_for(attempt.job):  # it ran, and is never refused: it waits for other hosts
+            if why := why_not_restored_anywhere(self.context, attempt, saved):
+                self.queue.set_aside(attempt.id, why)
+            return
         if job.problem:  # 1
             self._revoke(attempt, Why.PROBLEM(text=job.problem))
             return
@@ -271,7 +279,10 @@ class Admission:
             return why
         if kept := self.context.kept_by(job):
             return kept.why()
-        return why_unfit(self.context, attempt)[0] if self.context.without else None
+        if not self.context.without:
+            return None
+        saved = self.state.saved_for(attempt.job)
+        return why_not_restored_anywhere(self.context, attempt, saved) if saved else why_unfit(self.context, attempt)[0]
 
     def _refuse_or_ask(self, attempt: Attempt) -> None:
         """Case 8: the job's user is not known to exist. The user may have been added since an older answer."""

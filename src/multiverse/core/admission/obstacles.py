@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from multiverse.core.capacity.room import NO_LIMITS, HostLimits, every_host, index_of, memory_beyond, must_keep, room_of
-from multiverse.core.capacity.sizes import largest_on, template_claim, vm_claims
+from multiverse.core.capacity.sizes import empty_capacity, largest_on, template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import avoided_hosts, drained_hosts
-from multiverse.core.capacity_index import HostMap
+from multiverse.core.capacity_index import HostMap, how_many
 from multiverse.core.clones.kinds import (
     Choice,
     TemplateWish,
@@ -26,12 +26,14 @@ from multiverse.core.clones.kinds import (
     wish_of,
 )
 from multiverse.core.clones.spares import release_spare, spares
+from multiverse.core.clones.supply import claims_to_restore
 from multiverse.core.context import Context
 from multiverse.core.leases import fits_on_leases
 from multiverse.core.machines.template import drop_template, is_present
 from multiverse.core.model.basics import CloneKind, Depth, Size
 from multiverse.core.model.job import Attempt, Request
 from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import LEAVING_STATES, Template, TemplateState, Vm, VmState
 
 
@@ -48,6 +50,20 @@ def why_unfit(context: Context, attempt: Attempt) -> tuple[Reason | None, bool]:
     if len(resumed.hosts) > len(context.hosts) and _fits_now(resumed, attempt):
         return Why.ALL_DRAINED(*drained_hosts(context)), True
     return _why_unfit(resumed, attempt)
+
+
+def why_not_restored_anywhere(context: Context, attempt: Attempt, saved: Saved) -> Reason | None:
+    """Why no host that takes VMs could hold a saved job, were it empty. None: one could, or none reaches its state."""
+    claims = {} if saved.kept else claims_to_restore(context, saved)  # what is kept has its room
+    held = 0
+    for name, claim in claims.items():
+        if claim.cpus <= (host := context.hosts[name]).capacity.cpus:
+            held += attempt.request.most_on_a_host(how_many(claim, empty_capacity(host).amounts))
+    if not claims or held >= len(saved.parts):
+        return None
+    if context.policy.leases and fits_on_leases(context, attempt):
+        return Why.TO_BE_LEASED()
+    return Why.SAVED_FITS_NOWHERE(vms=len(saved.parts), node=str(saved.node_size))
 
 
 def _fits_now(context: Context, attempt: Attempt) -> bool:

@@ -13,6 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from multiverse.core.context import Context
+from multiverse.core.machines.saved import next_run_takes
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.job import ENDING_STATES, WAITING_STATES, Attempt, AttemptState, JobState
 from multiverse.core.model.reason import Reason, Why, said
@@ -41,7 +42,8 @@ def ends_by(context: Context, attempt: Attempt, kind: CloneKind | None = None) -
     now, limit = context.now, inf if job.limit is None else job.limit
     match job.state:
         case JobState.PENDING:
-            return _starts_by(context, attempt, kind) + limit
+            saved = context.state.saved_for(attempt.job)
+            return _starts_by(context, attempt, kind) + (limit if saved is None else next_run_takes(saved, job))
         case JobState.RUNNING:
             # A row that is older than the job's start says nothing of it.
             start = context.unix(attempt.since) if attempt.state is A.ALLOCATED else now

@@ -534,9 +534,8 @@ def _may_start_elsewhere(attempt: Attempt, vms: list[Vm], view: SchedulerView) -
     which is on its way out as no record explains it."""
     if attempt.state is not A.SPAWNING or any(vm.state is not VmState.JOINED for vm in vms):
         return False
-    own = {vm.name for vm in vms}
-    others = (node for name, node in view.nodes.items() if attempt.feature in node.features and name not in own)
-    return any(not node.is_unusable for node in others)
+    own, tag = {vm.name for vm in vms}, attempt.feature
+    return any(tag in node.features and name not in own and not node.is_unusable for name, node in view.nodes.items())
 
 
 def _return_if_changed(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:

@@ -361,7 +361,8 @@ def _cut(state: State, saved: Saved, job: Job | None, world: World) -> Saved:
     wished = attempt is not None and attempt.request.save is not None
     deadline = job.deadline if job is not None and not wished else None
     remaining = max(0.0, deadline - state.now - world.epoch) if deadline is not None else None
-    return replace(saved, state=S.CUTTING, limit=job and job.limit, remaining=remaining)
+    beyond = job.ends - job.deadline if job is not None and job.ends is not None and job.deadline is not None else 0.0
+    return replace(saved, state=S.CUTTING, limit=job and job.limit, remaining=remaining, beyond=beyond)
 
 
 def limit_of_next_run(saved: Saved, job: Job) -> float | None:
@@ -370,6 +371,13 @@ def limit_of_next_run(saved: Saved, job: Job) -> float | None:
         return None
     changed = job.limit - saved.limit if job.limit is not None and saved.limit is not None else 0.0
     return max(0.0, saved.remaining + changed)
+
+
+def next_run_takes(saved: Saved, job: Job) -> float:
+    """Seconds that the next run takes at most, until the scheduler has ended it. One that counts minutes, like Slurm,
+    may give it some seconds more: a VM that is still there as its lease ends leaves it like any other."""
+    whole, left = inf if job.limit is None else job.limit, limit_of_next_run(saved, job)
+    return whole if left is None else min(whole, left + saved.beyond)
 
 
 def _step_holding(state: State, saved: Saved, job: Job | None, world: World) -> None:

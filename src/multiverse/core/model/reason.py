@@ -241,6 +241,9 @@ class Why(StrEnum):
         "the scheduler was killed, and has forgotten that it queued the job again: it is to do so once more")
     SAVED_TOO_SMALL = ("saved too small",
         "it was changed since it was saved in a VM of {cpus} CPUs with {memory} MiB: change it back", "saved")
+    SAVED_FITS_NOWHERE = ("saved fits nowhere",
+        "{vms:vms}{node}, as it was saved, {vms:vms fit} on no host that reaches its state",
+        "saved")
     RESTORED = "restored", "restored on {hosts} from its state"
     NO_STORAGE = "no storage", "no host that takes VMs reaches the storage {storage} of its state", "saved"
     USER_AWAITED = "user awaited", "waiting until the name service says who uid {uid} is", "user"

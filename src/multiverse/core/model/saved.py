@@ -110,6 +110,7 @@ class Saved:
     runs: int = 1  # of its processes so far
     limit: float | None = None  # seconds that a run might take then, by its time limit; None: nobody knew
     remaining: float | None = None  # seconds that the next run may take; None: as long as its time limit says
+    beyond: float = 0.0  # seconds after its time limit until the scheduler has ended a run
     bound: int = 0  # bytes that its files may take
     bytes: int = 0  # that they take, once they are complete
     tries: int = 0  # that failed to write them
