@@ -532,6 +532,16 @@ class CapacityView:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageView:
+    """An image that a job may request."""
+
+    name: str
+    default: bool  # jobs that request none get it
+    hosts: int  # in reach that have it
+    about: str  # what is in it; empty: that is not known here
+
+
+@dataclass(frozen=True, slots=True)
 class TrialView:
     """What would become of one request."""
 
@@ -757,8 +767,8 @@ class Question(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    ask: Literal["explain", "timeline", "capacity", "trial", "saved", "save", "resume", "checkpoint"]
-    job: str = Field(default="", pattern=r"^([0-9]{1,10}(_[0-9]{1,10})?)?$")  # not of `capacity`, `trial` and `saved`
+    ask: Literal["explain", "timeline", "capacity", "trial", "images", "saved", "save", "resume", "checkpoint"]
+    job: str = Field(default="", pattern=r"^([0-9]{1,10}(_[0-9]{1,10})?)?$")  # where the question is about a job
     hold: bool = False  # of `save`
     anew: bool = False  # of `resume`
     shared_files: bool = False  # of `checkpoint`: also of a job that writes to shared files

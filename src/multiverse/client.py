@@ -49,9 +49,9 @@ class Client:
         """The daemon's counters in Prometheus' text format."""
         return self._ask("GET", "/metrics").text
 
-    def jobs(self, job: str | None = None, *, ended: bool = False) -> list[dict[str, Any]]:
-        """Live attempts, oldest first; with `ended` or a `job` (or an array), attempts that have ended too."""
-        params: dict[str, str] = {"ended": str(ended).lower()}
+    def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[dict[str, Any]]:
+        """Live attempts, oldest first; with `ended` or a `job` (or an array), the last `limit` that have ended too."""
+        params: dict[str, str] = {"ended": str(ended).lower(), "limit": str(limit)}
         if job is not None:
             params["job"] = job
         return list(self._call("GET", "/jobs", params=params))
@@ -151,6 +151,10 @@ class Client:
     def capacity(self) -> dict[str, Any]:
         """Which sizes would start at once, and what is free."""
         return dict(self._call("GET", "/capacity"))
+
+    def images(self) -> list[dict[str, Any]]:
+        """The images that a job may request."""
+        return list(self._call("GET", "/images"))
 
     def trial(self, **request: Any) -> dict[str, Any]:
         """What would become of one request; see `api.TrialRequest`."""

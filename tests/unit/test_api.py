@@ -25,6 +25,7 @@ from multiverse.api import (
     Alert,
     HostView,
     IdentityAudit,
+    ImageView,
     JobView,
     StatusView,
     TemplateView,
@@ -47,7 +48,7 @@ from multiverse.core.model.host import (
     NumaNode,
     Overcommitment,
 )
-from multiverse.core.model.job import AttemptState, Eviction, Request
+from multiverse.core.model.job import AttemptState, Eviction, Job, JobState, Request, SchedulerView
 from multiverse.core.model.reason import Why, said
 from multiverse.core.model.vm import (
     OfferState,
@@ -63,6 +64,7 @@ from multiverse.core.policy import Policy, Pool
 from multiverse.core.pools import PoolStatus
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, Effect, EffectKind
+from multiverse.images.catalog import Image
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.store import Entry
@@ -247,6 +249,38 @@ def test_the_nodes_that_all_hosts_need_are_among_the_alerts() -> None:
     )
     (alert,) = (one for one in backend.alerts() if one.kind == "nodes")
     assert "12 CPUs" in alert.message
+
+
+async def test_jobs_and_timelines_of_a_task_are_found_by_the_number_by_which_the_scheduler_shows_it_too() -> None:
+    controller = ControllerAtRest()
+    job = Job(ATTEMPTS[1].job, "hello", 1000, JobState.PENDING, ATTEMPTS[1].request, other_id="12")
+    controller.scheduler.latest = Seen(SchedulerView({"8_1": job}), 998.0)
+    transport = httpx.ASGITransport(app=serve(controller))
+    async with httpx.AsyncClient(transport=transport, base_url="http://multiverse") as client:
+        for path in ("/jobs?job=12", "/timeline/12"):
+            assert [one["job_id"] for one in (await client.get(path)).json()] == ["8_1"]
+        assert (await client.get("/timeline/13")).status_code == 404
+
+
+async def test_images_are_those_of_hosts_and_of_this_machine_with_what_is_in_them() -> None:
+    common = ("k", "b", Path(), "", "6.1")
+    made = [
+        Image("mine", "stock", *common, "bookworm", ("hpcc", "openmpi-bin"), made_from=("Debian 12 (bookworm)", "x")),
+        Image("slim", "slim", *common, "bookworm"),
+    ]
+    controller = ControllerAtRest()
+    away = KnownHost("h7", SOURCE, id=7, value=Host("h7", Size(1, 1), images={"big": IMAGES["slim"]}))
+    controller.known_hosts = lambda: {"h7": away}  # type: ignore[attr-defined]
+    backend = Backend(controller, StoreOfRows(), ManualClock(), None, None, made_images=lambda: made)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=make_api(backend))
+    async with httpx.AsyncClient(transport=transport, base_url="http://multiverse") as client:
+        found = decode(list[ImageView], (await client.get("/images")).json())
+    assert found == [
+        ImageView("big", False, 0, ""),
+        ImageView("mine", False, 0, "Debian 12 (bookworm), with systemd; with hpcc, openmpi-bin"),
+        ImageView("slim", True, 1, "Debian bookworm, without systemd"),
+        ImageView("stock", False, 1, ""),
+    ]
 
 
 ASKED: tuple[tuple[str, str, Mapping[str, Any] | None], ...] = (

@@ -24,7 +24,7 @@ from multiverse.core.model.job import (
     Request,
     SchedulerView,
 )
-from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.reason import Why, said, text_of
 from multiverse.core.model.vm import TemplateState, VmCondition, VmState
 from multiverse.core.model.world import Forecast, World
 from multiverse.core.planner import plan
@@ -561,6 +561,18 @@ def test_how_a_job_ended_is_noted_when_it_is_known() -> None:
     harness.run()
     assert reasons(harness, Event.NOTED) == ["TIMEOUT"] and reasons(harness, Event.RESTARTED) == []
     assert (harness.attempt().outcome, text_of(harness.attempt().reason)) == ("done", "TIMEOUT")
+
+
+@pytest.mark.parametrize("completing", [True, False])
+def test_a_job_whose_files_could_not_be_opened_keeps_that_as_its_reason(completing: bool) -> None:
+    harness = PlannerHarness()
+    attempt = harness.to_allocated()
+    if completing:
+        on(harness, harness.all_vms()[0].name, state=JobState.COMPLETING, pinned=attempt.feature)
+        harness.run()
+    harness.job(state=JobState.ENDED, result="FAILED", unopened=True)
+    harness.run()
+    assert harness.attempt().reason == Why.UNOPENED(word="FAILED")
 
 
 def test_a_job_that_an_old_observation_does_not_show_is_not_over() -> None:

@@ -92,6 +92,8 @@ def test_the_hosts_fit_a_terminal_of_80_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
     table = text.split("\n\n")[1]
     assert {"HOST", "STATE", "VMS", "JOBS", "CPUS", "MEMORY"} <= set(table.split()) and "FEATURES" not in table
+    said = "DISK, VMS TAKE, TEMPLATES, AVAILABLE and NETWORK: on a terminal of 140 columns, or with --json."
+    assert said in " ".join(text.split()) and "on a terminal" not in printed("hosts", 140)
     assert "draining" in table and "a fan" in text and "multiverse repair h2 --fenced" in " ".join(text.split())
 
 

@@ -237,6 +237,10 @@ def test_a_defect_of_a_driver_leaves_its_source_unknown_and_ends_nothing() -> No
         controller.sources["h1"]._observe = answer
         await asyncio.sleep(10.0)
         assert controller.sources["h1"].latest is not None
+        controller.scheduler._observe = defect  # type: ignore[assignment]
+        await asyncio.sleep(60.0)
+        world = controller.context().world
+        assert world.scheduler is None and 40.0 < running.clock.now() - world.scheduler_since < 60.0
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

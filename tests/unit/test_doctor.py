@@ -29,6 +29,7 @@ from multiverse.config import (
     UsersSettings,
     WebSettings,
 )
+from multiverse.core.errors import Unknown
 from multiverse.drivers.slurm.site import install, requirements
 from multiverse.drivers.slurm.site.conf import SiteConf, kill_wait, munge_socket
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
@@ -272,6 +273,11 @@ def test_a_lab_is_not_told_to_become_a_site(tmp_path: Path, monkeypatch: pytest.
     slurm.conf.write_text("ClusterName=c\nSlurmctldHost=localhost(127.0.0.1)\nSlurmUser=root\n")
     monkeypatch.setattr(of_slurm.checking, "release_of", lambda _: Version(22, 5))
     monkeypatch.setattr(doctor, "platform_bundles", lambda _: {})
+
+    async def silent(*_: object) -> str:  # as after the 40 s for which scontrol waits for a slurmctld
+        raise Unknown("slurmctld does not answer")
+
+    monkeypatch.setattr(of_slurm.SlurmCommands, "run", silent)
 
     def examined() -> str:
         found = doctor.examine_agent(settings, config) if agent else doctor.examine(settings, config, slurm.conf)

@@ -270,6 +270,38 @@ def test_each_host_is_passed_over_for_its_own_reason() -> None:
     assert "removed" not in of
 
 
+def unknown(cluster: Cluster, *, scheduler: bool = False, hosts: bool = False) -> Cluster:
+    """The same as observed since NOW without the scheduler, or without the hosts."""
+    sources = {name: replace(one, latest=None, since=NOW) for name, one in cluster.world.sources.items()}
+    seen = None if scheduler else cluster.world.scheduler
+    more = {"sources": sources} if hosts else {}
+    cluster.world = replace(cluster.world, scheduler=seen, scheduler_since=NOW - 280, **more)
+    return cluster
+
+
+def explained(cluster: Cluster, number: int) -> Explanation:
+    assert cluster.state is not None
+    return explain(cluster.context(), cluster.state.attempts[number], NOW + 20)
+
+
+def test_a_scheduler_that_does_not_answer_is_named_with_since_when_and_what_to_do() -> None:
+    away = "The scheduler has not answered for 5 min: until it does, no job is started and none is given up."
+    for number, before in ((3, "It has waited for 17 min."), (1, "It has run for 1 min 10 s (mvtest0-1 on h1).")):
+        found = explained(unknown(crowded(), scheduler=True), number)
+        assert words(found) == (before, away) and "multiverse status" in found.todo
+
+
+def test_hosts_that_are_out_of_reach_are_named_with_since_when_and_what_to_do() -> None:
+    for number, before, hosts in ((4, "It has waited for 17 min: no host is in reach.", "h1, h2, h3"), (1, "", "h1")):
+        found = explained(unknown(crowded(), hosts=True), number)
+        assert words(found)[0].startswith(before or "It has run for")
+        assert words(found)[-1] == f"Nothing has been heard of {hosts} for 20 s."
+        assert "multiverse status" in found.todo
+        hidden = found.sentences[-1].hidden("4", others=True, hosts=False)
+        assert f"heard of {'3 hosts' if number == 4 else 'a host'} for" in str(hidden)
+    assert "no host" not in told(crowded(), 4) and "heard" not in told(crowded(), 1)
+
+
 def test_hosts_for_which_the_same_is_true_are_one_group() -> None:
     cluster = Cluster(hosts=6)
     for n in range(1, 5):

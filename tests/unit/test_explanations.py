@@ -102,6 +102,16 @@ def test_a_job_that_began_anew_because_its_vm_was_lost_says_so() -> None:
         assert (words in one.text) is said and ("began anew" in one.text) is said
 
 
+def test_a_job_whose_files_could_not_be_opened_says_so_and_what_to_do() -> None:
+    unopened = replace(attempt(A.DONE, id=9, job="5"), reason=Why.UNOPENED(word="FAILED"))
+    (one,) = explanations(crowded(), unopened).of_job("5", Viewer(1000)).jobs
+    assert "FAILED: the scheduler could not open its input, output or error file in its VM" in one.text
+    assert one.todo.startswith("submit it again from a directory that VMs have")
+    failed = replace(attempt(A.DONE, id=9, job="5"), reason=Why.RESULT(word="FAILED"))
+    (one,) = explanations(crowded(), failed).of_job("5", Viewer(1000)).jobs
+    assert one.text == "It ended 2 h ago: FAILED." and not one.todo
+
+
 def test_the_latest_attempt_of_a_job_is_told() -> None:
     older = attempt(A.REQUEUED, id=1, job="5", reason="no VM joined")
     newer = attempt(A.FAILED, id=9, job="5", reason="no VM could be created")
@@ -124,6 +134,18 @@ def test_of_an_array_the_first_tasks_are_told_and_hosts_once() -> None:
     assert [bool(one.hosts) for one in found.jobs] == [True] + [False] * (TASKS - 1)
     (one,) = explanations(cluster).of_job("40_5", OPERATOR).jobs
     assert one.job_id == "40_5" and one.hosts
+
+
+def test_a_task_is_found_by_the_number_by_which_the_scheduler_shows_it_too() -> None:
+    cluster = Cluster()
+    cluster.runs(1, 4, ends=500.0)
+    cluster.waits(2, 1, array="40")
+    ref = replace(cluster.jobs["2"].ref, job_id="40_2")
+    cluster.jobs["40_2"] = cluster.jobs.pop("2")._replace(ref=ref, other_id="46")
+    cluster.rows[-1] = replace(cluster.rows[-1], job=ref)  # type: ignore[call-arg]
+    cluster.run()
+    (one,) = explanations(cluster).of_job("46", Viewer(1000)).jobs
+    assert one.job_id == "40_2" and not explanations(cluster).of_job("46", Viewer(2000)).jobs
 
 
 def test_a_job_that_slurm_has_shown_and_no_pass_has_seen_is_told() -> None:

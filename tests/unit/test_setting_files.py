@@ -9,6 +9,7 @@ import pytest
 
 from multiverse.config import LeaseSettings, Settings, load
 from multiverse.core.errors import Refused
+from multiverse.images.catalog import FILES, Image, write_manifest
 from multiverse.site.setting_files import COMPUTED, DEFAULT, FileLine, mistakes_in, values_in
 
 WRONG = """\
@@ -46,6 +47,14 @@ def write(directory: Path, text: str, included: str = "") -> Path:
     (directory / "m.toml").write_text(text)
     (directory / "site.toml").write_text(included)
     return directory / "m.toml"
+
+
+def put_image(images: Path, name: str) -> None:
+    made = Image(name, "slim", "k", "b", images / name, "", "6.1", "bookworm")
+    made.path.mkdir()
+    for file in FILES:
+        (made.path / file).touch()
+    write_manifest(made, made.path)
 
 
 def test_every_mistake_is_found_at_once_each_with_its_line(tmp_path: Path) -> None:
@@ -96,6 +105,36 @@ def test_errors_of_syntax_tell_line_and_column(tmp_path: Path) -> None:
         mistakes_in(write(tmp_path, "a = 1\nb = = 2\n"))
     with pytest.raises(Refused, match=r"site.toml is not TOML"):
         mistakes_in(write(tmp_path, 'include = "site.toml"\n', "[["))
+
+
+def wrong_images(file: Path) -> list[tuple[str, int | None]]:
+    return [(str(one.mistake), one.line and one.line.number) for one in mistakes_in(file, images=True)]
+
+
+def test_an_image_that_no_directory_of_images_has_is_a_mistake(tmp_path: Path) -> None:
+    mine, shared = tmp_path / "images", tmp_path / "shared"
+    text = (
+        f'qemu.images = "{mine}"\nimage.source = "{shared}"\nimage.default = "slim"\n'
+        '[[pool]]\nimage = "big"\n[[pool]]\nimage = "slm"\n'
+    )
+    file = write(tmp_path, text)
+    mine.mkdir()
+    put_image(mine, "slim")
+    assert not wrong_images(file), "the other directory is not there: it may be of another machine"
+    shared.mkdir()
+    put_image(shared, "big")
+    said = f"pool.2.image: there is no image 'slm' in {mine}, {shared}: build it, or name one of big, slim"
+    assert wrong_images(file) == [(said, 7)]
+    assert not mistakes_in(file), "a daemon reads its settings again also while an image is being replaced"
+
+
+def test_before_any_image_is_made_none_is_missing(tmp_path: Path) -> None:
+    file = write(tmp_path, f'qemu.images = "{tmp_path}"\nimage.default = "slm"\n')
+    assert not wrong_images(file)
+    put_image(tmp_path, "slim")
+    assert wrong_images(file) == [
+        (f"image.default: there is no image 'slm' in {tmp_path}: build it, or name one of slim", 2)
+    ]
 
 
 def by_key(path: Path, machine: str = "n2.example.org") -> dict[str, tuple[Any, Any]]:

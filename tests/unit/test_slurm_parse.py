@@ -61,6 +61,19 @@ def test_captured_jobs_are_understood() -> None:
     assert running.ref == JobRef("19", 1795254665, 0)
 
 
+@pytest.mark.parametrize(
+    ("status", "batch", "unopened"),
+    [(4021, 1, True), (53, 1, True), (53 << 8, 1, False), (9, 1, False), (4021, 0, False)],
+)
+def test_a_job_whose_files_slurmstepd_could_not_open_is_told_from_others_that_failed(
+    status: int, batch: int, unopened: bool
+) -> None:
+    """4021 as of 22.05, whose squeue prints what slurmstepd sent; 0:53 as of later releases."""
+    (record,) = (one for one in JOBS if one["job_id"] == 15)
+    ended = one({**record, "exit_code": status, "batch_flag": batch})
+    assert (ended.result, ended.unopened) == ("FAILED", unopened)
+
+
 def test_each_waiting_task_uses_the_limit_of_its_array() -> None:
     """Five tasks wait, 22_3 is pinned and 22_6 is held. Each uses one of the two that may run."""
     limits = AccountingLimits(JOBS)

@@ -12,7 +12,7 @@ import pytest
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model.basics import Size
-from multiverse.core.model.job import Job, JobRef, NodeState
+from multiverse.core.model.job import Job, JobRef, NodeState, SchedulerView
 from multiverse.core.model.reason import text_of
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
 from multiverse.drivers.slurm.reading import jobs, nodes, parse
@@ -58,6 +58,13 @@ def test_a_table_gives_the_same_jobs_as_json() -> None:
     """Both were captured at the same time. The JSON has the reason and its description apart, and the array's limit."""
     limits = AccountingLimits(RECORDS)
     assert read(table()) == jobs_of(RECORDS, NAMES, NOW, limits.uses)
+
+
+def test_a_task_that_slurm_gave_a_record_of_its_own_has_a_second_number() -> None:
+    found = read(table())
+    assert {job_id: one.other_id for job_id, one in found.items() if one.other_id} == {"15007_2": "15013"}
+    view = SchedulerView(found)
+    assert [view.own_id(asked) for asked in ("15013", "15007", "15003", "9")] == ["15007_2", "15007", "15003", "9"]
 
 
 def test_the_script_of_a_batch_job_runs_on_one_of_its_nodes() -> None:

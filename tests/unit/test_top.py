@@ -99,6 +99,31 @@ def test_what_is_printed_fits_and_says_all(monkeypatch: pytest.MonkeyPatch, widt
     assert "[31m[bol" in text, "a name is no markup"
 
 
+LONG = "waiting for capacity: the hosts are full; expected to start by 2026-11-30 02:10 UTC; and a word of an operator"
+AWAY = "its agent did not answer within 10 s, and the connection to it was closed by the other side"
+CROWDED = replace(
+    SNAPSHOT,
+    jobs=(job(3, "waiting", waiting=LONG), job(4, "waiting", waiting="held"), *SNAPSHOT.jobs[1:]),
+    hosts=(host("n3", state="away", away_since=5.0, why=AWAY),),
+    alerts=(replace(SNAPSHOT.alerts[0], message=LONG.replace("waiting", "alerting")),),
+)
+
+
+def said_in(text: str) -> str:
+    """The text without what its lines begin and end with on a screen."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_no_reason_is_cut(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    text = printed(monkeypatch, width, CROWDED)
+    assert max(len(line) for line in text.splitlines()) <= width
+    for words in (LONG, LONG.replace("waiting", "alerting"), AWAY):
+        assert words in said_in(text)
+    (line,) = (line for line in text.splitlines() if line.startswith("4 "))
+    assert line.endswith("held"), "a short reason stands beside its job"
+
+
 def test_a_site_at_rest_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = RatesView(15.0, dict.fromkeys(RATES.series, (0,) * 60), dict.fromkeys(PHASES, NOTHING))
     text = printed(
@@ -162,21 +187,31 @@ def test_the_screen_shows_hosts_jobs_and_rates(size: tuple[int, int]) -> None:
             "3 of 3 jobs",
         ):
             assert words in text
-        titles = [str(column.label) for column in app.query_one(DataTable).ordered_columns]
-        assert ("USER" in titles) == (size[0] == 140)
+        (heading,) = [str(column.label) for column in app.query_one(DataTable).ordered_columns]
+        assert ("USER" in heading) == (size[0] == 140)
 
     run(size, look)
+
+
+@pytest.mark.parametrize("size", [(80, 30), (140, 30)])
+def test_the_screen_cuts_no_reason(size: tuple[int, int]) -> None:
+    async def look(app: TopScreen, at: Any) -> None:
+        await at.pause(0.5)
+        for words in (LONG, LONG.replace("waiting", "alerting"), AWAY):
+            assert words in said_in(on_screen(app))
+
+    run(size, look, lambda: document(CROWDED))
 
 
 def test_keys_choose_a_stage_and_filter_and_end() -> None:
     async def act(app: TopScreen, at: Any) -> None:
         table = app.query_one(DataTable)
         await at.press("s")
-        assert [str(table.get_row_at(i)[0]) for i in range(table.row_count)] == ["2"]
+        assert [str(table.get_row_at(i)[0])[:1] for i in range(table.row_count)] == ["2"]
         await at.press("s")
-        assert [str(table.get_row_at(i)[0]) for i in range(table.row_count)] == ["3"]
+        assert [str(table.get_row_at(i)[0])[:1] for i in range(table.row_count)] == ["3"]
         await at.press("s", "s", "s", "slash", *"capacity", "enter")
-        assert [str(table.get_row_at(i)[0]) for i in range(table.row_count)] == ["3"]
+        assert [str(table.get_row_at(i)[0])[:1] for i in range(table.row_count)] == ["3"]
         assert not app.query_one(Input).has_class("open")
         await at.press("slash", "escape")
         assert table.row_count == 3, "escape ends the filter"

@@ -16,10 +16,19 @@ from typing import Any
 
 import pytest
 
-from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, ExplanationView, Question, TimelineView
+from multiverse.api import (
+    LONGEST_QUESTION,
+    PURPOSE,
+    ExplanationsView,
+    ExplanationView,
+    ImageView,
+    Question,
+    TimelineView,
+)
 from multiverse.bundles.contract import Privacy
 from multiverse.bundles.slurm.scheduler import _parsed
 from multiverse.cli.asking import UsersClient, _address
+from multiverse.cli.jobs import images
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.service import users_socket
 from multiverse.service.backend import JobChange
@@ -30,6 +39,9 @@ from tests.unit.planner_harness import ManualClock
 
 ME = os.getuid()
 VIEW = ExplanationView("7", "hello", ME, 1, "queued", 5.0, "short", "It waits.", "", 0, "", None)
+
+
+IMAGE = ImageView("slim", True, 2, "Debian 12 (bookworm), without systemd; with hpcc")
 
 
 class Explanations:
@@ -65,7 +77,11 @@ class Clock(ManualClock):
 
 def questions(tmp_path: Path) -> UserQuestions:
     backend = SimpleNamespace(
-        explanations=Explanations(), timelines=_timelines, change_job=_change_job, saved=lambda viewer: [viewer.uid]
+        explanations=Explanations(),
+        timelines=_timelines,
+        change_job=_change_job,
+        saved=lambda viewer: [viewer.uid],
+        images=lambda: [IMAGE],
     )
     return UserQuestions(backend, lambda uid: Privacy(others=False, hosts=False), Pace(Clock()))  # type: ignore[arg-type]
 
@@ -108,6 +124,16 @@ async def test_a_user_is_told_of_their_own_job_and_of_no_other(tmp_path: Path) -
             assert "a task of an array" in gone.value.hint and "123_4" in gone.value.hint
         with pytest.raises(Refused, match="scheduler is unknown"):
             await asyncio.to_thread(client.capacity)
+
+
+async def test_a_user_lists_the_images_that_a_job_may_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with served(tmp_path) as (path, _):
+        monkeypatch.setattr("multiverse.cli.jobs.asker", lambda _: UsersClient(path))
+        await asyncio.to_thread(images)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"slim 2 jobs get it without -C; {IMAGE.about}" in said and "sbatch -C IMAGE" in said
 
 
 async def test_a_user_saves_and_resumes_their_own_job_and_no_other(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ class UsersClient:
     def capacity(self) -> Any:
         return self._ask(ask="capacity")
 
+    def images(self) -> Any:
+        return self._ask(ask="images")
+
     def trial(self, **request: Any) -> Any:
         return self._ask(ask="trial", request=request)
 

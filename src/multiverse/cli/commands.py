@@ -49,6 +49,7 @@ COMMANDS = {
     "explain": "jobs",
     "capacity": "jobs",
     "timeline": "jobs",
+    "images": "jobs",
     "save": "saved",
     "checkpoint": "saved",
     "resume": "saved",

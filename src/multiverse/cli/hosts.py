@@ -46,25 +46,34 @@ def _show(*, json: bool) -> None:
     if json:
         return render.as_json(document)
     found = decode(list[api.HostView], document)
-    render.show(_table(found), "The site has no host; see: multiverse hosts add.")
+    titles = _titles(found)
+    shown = titles if render.is_wide() else titles[: len(NARROW)]
+    render.show(_table(found, shown), "The site has no host; see: multiverse hosts add.")
+    if found and (left_out := titles[len(shown) :]):
+        text = f"{', '.join(left_out[:-1])} and {left_out[-1]}: on a terminal of {render.WIDE} columns, or with --json."
+        render.say(text, indent=0, style="dim")
     for one in found:
         _show_trouble(one)
     _show_alike(found)
 
 
-def _table(found: Sequence[api.HostView]) -> Table:
-    """What differs from host to host, as far as it fits the terminal: all of it from 140 columns on."""
-    narrow = ("CPUS", "MEMORY")
-    wide = (*narrow, "DISK", "VMS TAKE", "TEMPLATES", "AVAILABLE")
-    full = render.is_wide()
-    shown = (*wide, *(("NETWORK",) if any(one.declared.net for one in found) else ())) if full else narrow
+NARROW = ("CPUS", "MEMORY")
+
+
+def _titles(found: Sequence[api.HostView]) -> tuple[str, ...]:
+    """The columns of what differs from host to host beside its name, state, VMs and jobs."""
+    network = ("NETWORK",) if any(one.declared.net for one in found) else ()
+    return (*NARROW, "DISK", "VMS TAKE", "TEMPLATES", "AVAILABLE", *network)
+
+
+def _table(found: Sequence[api.HostView], shown: Sequence[str]) -> Table:
     table = render.table("HOST", "STATE", "VMS", "JOBS", *shown, right=("VMS", "JOBS"), fold=shown)
     for one in found:
         cells: list[str | Text] = [one.name, render.state(one.state), str(one.vms), str(len(one.jobs))]
         cpus = f"{one.claimed.cpus} of {one.declared.cpus}{_times(one.cpu_overcommit)}"
         memory = _claimed(one.claimed.memory, one.declared.memory, one.overcommit)
-        more = _more(one)[: len(shown) - len(narrow)] if full else ()
-        table.add_row(*cells, *((cpus, memory) if one.declared.cpus else ("–", "–")), *more)
+        known = (cpus, memory) if one.declared.cpus else ("–", "–")
+        table.add_row(*cells, *(*known, *_more(one))[: len(shown)])
     return table
 
 
@@ -74,7 +83,7 @@ def _more(host: api.HostView) -> list[str]:
     return [
         _claimed(host.claimed.disk, host.declared.disk, host.disk_overcommit),
         f"{render.memory(host.private)}, {render.memory(host.shared)} shared",
-        render.memory(host.templates) + (", held twice" if host.template_copies > 1 else ""),
+        render.memory(host.templates) + (", held twice" if host.template_copies > 1 and host.templates else ""),
         render.memory(host.available) if host.available else "–",
         f"{host.claimed.net} of {host.declared.net} Mbit/s",
     ]

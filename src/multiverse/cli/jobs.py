@@ -1,11 +1,15 @@
-"""`multiverse jobs`, `vms`, `explain`, `timeline` and `capacity`: jobs, their VMs, and why jobs wait."""
+"""`multiverse jobs`, `vms`, `explain`, `timeline`, `capacity` and `images`: jobs, their VMs, why jobs wait, and what
+they may request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from typing import Annotated
 
 import typer
+from ClusterShell.RangeSet import RangeSet
 from rich.text import Text
 
 from multiverse import api
@@ -15,6 +19,8 @@ from multiverse.cli.arguments import parse_request
 from multiverse.cli.asking import Controller, asker
 from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
+from multiverse.core.errors import Refused
+from multiverse.core.model.job import AttemptState
 
 # --- multiverse jobs --------------------------------------------------------------------------------
 
@@ -24,30 +30,83 @@ NAMED = 6  # the most jobs that are named with a reason below the table
 def jobs(
     job: Annotated[str | None, typer.Argument(help="Only this job, or this array's tasks.")] = None,
     ended: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended too.")] = False,
+    user: Annotated[
+        list[str] | None, typer.Option("--user", "-u", help="Only of these users: names or uids, with commas between.")
+    ] = None,
+    state: Annotated[
+        list[str] | None, typer.Option("--state", "-t", help="Only in these states or stages, with commas between.")
+    ] = None,
     json: render.Json = False,
     watch: Watch = False,
 ) -> None:
-    """Show jobs: their state, their VMs, and the reason why a job waits."""
-    watched(lambda: _show(job, ended=ended, json=json), again=watch)
+    """Show jobs: their state, their VMs, and the reason why a job waits.
+
+    Tasks of an array that wait are one row; --json has each of them. --user and --state may be repeated."""
+    users, states = _words(user), {word.lower() for word in _words(state)}
+    if unknown := states - _STATES:
+        known = ", ".join(dict.fromkeys((*_STAGES, *map(str, AttemptState))))
+        raise Refused(f"{', '.join(sorted(unknown))}: there is no such state", hint=f"give some of {known}")
+    watched(lambda: _show(job, users, states, ended=ended, json=json), again=watch)
 
 
-def _show(job: str | None, *, ended: bool, json: bool) -> None:
+_STAGES = ("waiting", "provisioning", "running", "ending")
+_STATES = {*_STAGES, *map(str, AttemptState)}
+_MOST = 10_000  # ended attempts among which --user and --state choose
+
+
+def _words(given: Sequence[str] | None) -> set[str]:
+    return {word for text in given or () for word in text.split(",") if word}
+
+
+def _show(job: str | None, users: Set[str], states: Set[str], *, ended: bool, json: bool) -> None:
     with Client() as client:
-        document = client.jobs(job, ended=ended)
+        document = client.jobs(job, ended=ended, limit=_MOST if users or states else 200)
+    document = [
+        one
+        for one in document
+        if (not users or not users.isdisjoint((one["user"], str(one["uid"]))))
+        and (not states or not states.isdisjoint((one["state"], one["stage"])))
+    ]
     if json:
         return render.as_json(document)
     found = decode(list[api.JobView], document)
-    empty = "No jobs." if ended or job else "No live jobs; --all shows those that have ended."
+    empty = "No such jobs." if users or states else "No jobs."
+    if not (ended or job or users or states):
+        empty = "No live jobs; --all shows those that have ended."
     if render.is_wide():
-        _show_wide(found, empty)
+        _show_wide(_folded(found), empty)
     else:
-        _show_narrow(found, empty)
+        _show_narrow(_folded(found), empty)
     for one in found if job is not None else ():
         if one.usage is not None:
             render.say(f"{one.job_id}: {one.usage.text}", indent=1)
     if job is not None:  # a later attempt has the evictions of earlier ones, too
         for one in {one.job_id: one for one in found}.values():
             _show_evictions(one.job_id, one.evictions)
+
+
+_LONGEST = 14  # characters of a set of tasks that are shown
+
+
+def _folded(found: Sequence[api.JobView]) -> list[api.JobView]:
+    """The jobs by number; tasks of an array that wait are one, as in squeue."""
+    groups: dict[tuple[object, ...], list[api.JobView]] = {}
+    for one in sorted(found, key=lambda one: ([int(number) for number in re.findall(r"\d+", one.job_id)], one.attempt)):
+        array, _, task = one.job_id.partition("_")
+        waits = task and one.state == "queued" and not one.quarantined
+        alike = (array, one.name, one.nodes, one.cpus, one.memory, one.image, one.origin)
+        groups.setdefault(alike if waits else (one.attempt,), []).append(one)
+    return [_as_one(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _as_one(tasks: Sequence[api.JobView]) -> api.JobView:
+    array = tasks[0].job_id.partition("_")[0]
+    numbers = str(RangeSet(",".join(one.job_id.partition("_")[2] for one in tasks)))
+    if len(numbers) > _LONGEST:
+        numbers = numbers[:_LONGEST].rpartition(",")[0] + ",…"
+    reasons = dict.fromkeys(one.waiting or one.reason for one in tasks)
+    since, waiting = min(one.since for one in tasks), "; ".join(filter(None, reasons))
+    return replace(tasks[0], job_id=f"{array}_[{numbers}]", since=since, waiting=waiting)
 
 
 def _show_evictions(job_id: str, evictions: Sequence[api.JobEvictionView]) -> None:
@@ -364,3 +423,22 @@ def _show_trial(found: api.TrialView) -> None:
     elif not found.never:
         render.say("Nobody can tell when: no time limit says by when there is room for it.")
     show_groups(found.groups, every=False)
+
+
+# --- multiverse images ------------------------------------------------------------------------------
+
+
+def images(json: render.Json = False, controller: Controller = "") -> None:
+    """Show the images that a job may request with --constraint (-C), and what is in each. Users may ask, too."""
+    with asker(controller) as client:
+        document = client.images()
+    if json:
+        return render.as_json(document)
+    columns: dict[str, Callable[[api.ImageView], str | Text]] = {
+        "IMAGE": lambda one: one.name,
+        "HOSTS": lambda one: str(one.hosts),
+        "CONTENTS": lambda one: ("jobs get it without -C; " if one.default else "") + (one.about or "unknown here"),
+    }
+    found = decode(list[api.ImageView], document)
+    render.listed(found, "There is no image.", columns, right=("HOSTS",), fold=("CONTENTS",))
+    render.say("A job requests one by its name: sbatch -C IMAGE. HOSTS: how many of those in reach have it.", indent=0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from multiverse import api
 from multiverse.api import decode
@@ -91,12 +93,21 @@ def saved(controller: Controller = "", json: render.Json = False) -> None:
         document = client.saved()
     if json:
         return render.as_json(document)
-    titles = ("JOB", "STATE", "SINCE", "SIZE", "STORAGE", "COPY", "HELD", "VM", "REASON")
-    table = render.table(*titles, right=("SINCE", "SIZE"))
-    for one in decode(list[api.SavedView], document):
-        size = "in memory" if one.in_memory else f"{one.bytes >> 20} MiB" if one.bytes else "–"
-        where = (one.storage or "–", one.copy or "–")
-        cells = (render.age(one.since), size, *where, "yes" if one.held else "–", ", ".join(one.vms), one.reason)
-        state = "checkpoint" if one.checkpoint and one.state == "stored" else one.state
-        table.add_row(one.job_id, render.state(state), *cells)
-    render.show(table, "No job is saved.")
+    found, wide = decode(list[api.SavedView], document), render.is_wide()
+    columns: dict[str, Callable[[api.SavedView], str | Text]] = {
+        "JOB": lambda one: one.job_id,
+        "STATE": lambda one: render.state("checkpoint" if one.checkpoint and one.state == "stored" else one.state),
+        "SINCE": lambda one: render.age(one.since),
+        "SIZE": lambda one: "in memory" if one.in_memory else f"{one.bytes >> 20} MiB" if one.bytes else "–",
+        "STORAGE": lambda one: one.storage or "–",
+        "COPY": lambda one: one.copy or "–",
+        "HELD": lambda one: "yes" if one.held else "–",
+        "VM": lambda one: ", ".join(one.vms),
+        "REASON": lambda one: one.reason,
+    }
+    below = () if wide else ("COPY", "VM", "REASON")
+    shown = {title: cell for title, cell in columns.items() if title not in below}
+    render.listed(found, "No job is saved.", shown, right=("SINCE", "SIZE"), fold=("VM", "REASON") if wide else ())
+    for one in found if below else ():
+        copy = [f"copy in {one.copy}"] if one.copy else []
+        render.say(f"{one.job_id}: {'; '.join([', '.join(one.vms), *copy, one.reason])}", indent=1)

@@ -53,8 +53,10 @@ def _rounded(mib: int) -> int:
 
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="A file of settings.")] = DEFAULT_CONFIG) -> None:
-    """Show every mistake, with its line. Exits with 1 if there is one, and with 0 otherwise."""
-    found = mistakes_in(file)
+    """Show every mistake, with its line. Exits with 1 if there is one, and with 0 otherwise.
+
+    An image that does not exist is a mistake where the directories of images can be read and have any."""
+    found = mistakes_in(file, images=True)
     for line, mistake in found:
         where = Text(f"{line or file}:", style="bold")
         output.console.print(Text.assemble(where, " ", output.plain(str(mistake))), soft_wrap=True)

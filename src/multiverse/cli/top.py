@@ -48,17 +48,17 @@ def show(snapshot: Snapshot) -> None:
     if not jobs:
         console.print("\nNo job waits or runs.")
         return
-    table = render.table(*columns(width), right=("FOR",), fold=("WHY",))
-    vms = {vm.name: vm for vm in snapshot.vms}
-    for job in jobs[:MOST_JOBS]:
-        table.add_row(*job_cells(job, vms, snapshot.summary.wall, width))
-    console.print(table)
+    console.print()
+    heading, rows = job_rows(snapshot, jobs[:MOST_JOBS], width)
+    for line in (heading, *rows):
+        console.print(line)
     if len(jobs) > MOST_JOBS:
         console.print(Text(f"and {len(jobs) - MOST_JOBS} more jobs: multiverse jobs", style="dim"))
 
 
 # --- what is shown of a snapshot: lines and rows for a terminal of some width -----------------------
 
+_LONGEST_NAME = (20, 64)  # characters of a host's name, on a narrow and on a wide terminal
 WIDE = 110  # columns from which on more is shown of each job and host
 STAGES = ("provisioning", "waiting", "running", "ending")  # the stages in the order in which jobs are listed
 _WORDS = {"provisioning": "preparing"}
@@ -88,8 +88,6 @@ def head(snapshot: Snapshot, width: int) -> list[Text]:
     if snapshot.alerts:
         more = f" (and {len(snapshot.alerts) - 1} more: multiverse status)" if len(snapshot.alerts) > 1 else ""
         lines.append(Text.assemble(("alert ", "bold red"), render.plain(snapshot.alerts[0].message), (more, "dim")))
-    for line in lines:
-        line.truncate(width, overflow="ellipsis")
     return lines
 
 
@@ -127,13 +125,13 @@ def spark(counts: Sequence[int]) -> str:
 
 
 def host_lines(snapshot: Snapshot, width: int) -> list[Text]:
-    """A line for each host: its name and state, a cell for each CPU, and what is free."""
+    """A line for each host: its name and state, a cell for each CPU, and what is free, or why it is out of reach."""
     vms: defaultdict[str, list[VmView]] = defaultdict(list)
     for vm in snapshot.vms:
         for name in filter(None, (vm.host, vm.other_host)):  # while it moves it takes CPUs at both
             vms[name].append(vm)
     hosts = sorted(snapshot.hosts, key=lambda host: host.name)
-    longest = min(20, max((len(host.name) for host in hosts), default=0))
+    longest = min(_LONGEST_NAME[width >= render.WIDE], max((len(host.name) for host in hosts), default=0))
     return [_host_line(host, vms[host.name], longest, width) for host in hosts]
 
 
@@ -146,9 +144,7 @@ def _host_line(host: HostView, vms: Sequence[VmView], longest: int, width: int) 
     cells = _cells(host, vms)
     room = max(8, width - line.cell_len - len(free))
     if host.away_since is not None:
-        line.append_text(render.plain(host.why or host.reason or "out of reach"))
-        line.truncate(width, overflow="ellipsis")
-        return line
+        return line.append_text(render.plain(host.why or host.reason or "out of reach"))
     line.append_text(_scaled(cells, room))
     line.append(" " * (width - line.cell_len - len(free)))
     line.append(free, style="dim")
@@ -190,6 +186,35 @@ def _has(job: JobView, words: Sequence[str]) -> bool:
     return all(word in text for word in words)
 
 
+LEAST = 40  # columns that a reason needs beside its job; a longer one has lines of its own where there are fewer
+
+
+def job_rows(snapshot: Snapshot, jobs: Sequence[JobView], width: int) -> tuple[Text, list[Text]]:
+    """The titles, and these jobs with one or more lines each. No reason is cut."""
+    vms, titles = {vm.name: vm for vm in snapshot.vms}, columns(width)
+    cells = [job_cells(job, vms, snapshot.summary.wall, width) for job in jobs]
+    rows = [tuple(Text(title, style="bold") for title in titles), *cells]
+    sizes = [max(cell.cell_len for cell in column) + 2 for column in list(zip(*rows, strict=True))[:-1]]
+    heading, *lines = [_job_lines(row, sizes, titles.index("FOR"), width) for row in rows]
+    return heading, lines
+
+
+def _job_lines(cells: Sequence[Text], sizes: Sequence[int], right: int, width: int) -> Text:
+    *first, why = cells
+    text, used = Text(), sum(sizes)
+    for number, (cell, size) in enumerate(zip(first, sizes, strict=True)):
+        blank = Text(" " * (size - 2 - cell.cell_len))
+        text.append_text(Text.assemble(*((blank, cell) if number == right else (cell, blank)), "  "))
+    if width - used < min(LEAST, why.cell_len):
+        text.rstrip()
+        text.append("\n  ")
+        used = 2
+    wrapped = why.wrap(console, max(1, width - used))
+    for line in wrapped:
+        line.rstrip()
+    return text.append_text(Text("\n" + " " * used).join(wrapped))
+
+
 def job_cells(job: JobView, vms: Mapping[str, VmView], now: float, width: int) -> tuple[Text, ...]:
     wide = width >= WIDE
     nodes = f"{job.nodes}×" if job.nodes > 1 else ""
@@ -198,7 +223,8 @@ def job_cells(job: JobView, vms: Mapping[str, VmView], now: float, width: int) -
     state = Text("quarantined", style="bold red") if job.quarantined else _state(job)
     why = job.quarantined or job.waiting or job.reason or ("" if wide else f"on {names}" if names else "")
     name = render.plain(job.name)
-    name.truncate(18 if wide else 10, overflow="ellipsis")
+    if width < render.WIDE:
+        name.truncate(18 if wide else 10, overflow="ellipsis")
     return (
         Text(job.job_id, style="bold"), name, *([render.plain(job.user)] if wide else []), state,
         Text(render.duration(max(0.0, now - job.since))), Text(f"{nodes}{job.cpus} CPU {render.memory(job.memory)}"),

@@ -17,6 +17,7 @@ from multiverse.cli import top
 from multiverse.core.errors import MultiverseError
 
 INTERVAL = 1.0  # seconds between two snapshots
+SCROLLBAR = 2  # columns of one
 MOST_ROWS = 300  # jobs that are listed: more than anybody scrolls through
 
 
@@ -51,7 +52,7 @@ class TopScreen(App[None]):
         with VerticalScroll(id="hosts", can_focus=False):
             yield Static(id="lines")
         yield Input(placeholder="Only jobs with these words; Enter keeps them", id="filter")
-        yield DataTable(cursor_type="row", zebra_stripes=False)
+        yield DataTable(cursor_type="row", zebra_stripes=False, cell_padding=0)
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -111,18 +112,18 @@ class TopScreen(App[None]):
             lines.insert(0, Text(f"not connected, figures are old: {self._failure}", style="bold red"))
         self.query_one("#head", Static).update(Text("\n").join(lines))
         self.query_one("#lines", Static).update(Text("\n").join(top.host_lines(self._snapshot, width)))
-        self._draw_jobs(self._snapshot, width)
+        self._draw_jobs(self._snapshot, width - SCROLLBAR)
 
     def _draw_jobs(self, snapshot: Snapshot, width: int) -> None:
         table, words = self.query_one(DataTable), self.query_one(Input).value
         jobs = top.listed(snapshot, self._stage, words)
-        vms = {vm.name: vm for vm in snapshot.vms}
+        heading, rows = top.job_rows(snapshot, jobs[:MOST_ROWS], width)
         at, scrolled = table.cursor_row, table.scroll_offset
         with self.batch_update():
             table.clear(columns=True)
-            table.add_columns(*top.columns(width))
-            for job in jobs[:MOST_ROWS]:
-                table.add_row(*top.job_cells(job, vms, snapshot.summary.wall, width), key=str(job.attempt))
+            table.add_column(heading, width=width)
+            for job, lines in zip(jobs, rows, strict=False):
+                table.add_row(lines, height=lines.plain.count("\n") + 1, key=str(job.attempt))
             if jobs:
                 table.move_cursor(row=min(at, len(jobs) - 1), scroll=False)
             table.scroll_to(scrolled.x, scrolled.y, animate=False)

@@ -255,6 +255,7 @@ class Controller:
     def _world(self, sources: Mapping[str, Observation], anew: Collection[str] | None = None) -> World:
         return World(
             scheduler=self.scheduler.latest,
+            scheduler_since=self.scheduler.since,
             sources=sources,
             anew=anew,
             effect_ended_at=self._effects.ended_at(),

@@ -47,6 +47,7 @@ from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.attempt import submit_attempt
 from multiverse.core.machines.checkpoint import checkpoints_of
+from multiverse.core.machines.host import silent_since
 from multiverse.core.model.basics import CloneKind, Depth, Size
 from multiverse.core.model.host import Host, HostState
 from multiverse.core.model.identity import UserSeen
@@ -227,8 +228,32 @@ def _of(*sentences: Reason | None, todo: str = "") -> Explanation:
     return Explanation(tuple(one for one in sentences if one), todo=todo)
 
 
+_AWAY = "it goes on by itself once that answers; operators see what to do: multiverse status"
+
+
 def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
     """Explain a live attempt; `now` is the present monotonic time."""
+    found, away = _explained(context, attempt, now), _what_is_away(context, attempt, now)
+    return replace(found, sentences=(*found.sentences, *away), todo=found.todo or _AWAY) if away else found
+
+
+def _what_is_away(context: Context, attempt: Attempt, now: float) -> list[Reason]:
+    """Which parts of the site do not answer without which the attempt does not go on."""
+    world, found = context.world, list[Reason]()
+    if world.scheduler is None:
+        found.append(Why.SCHEDULER_AWAY(time=now - world.scheduler_since))
+    if attempt.state is not A.QUEUED:
+        names = [place.host for vm in context.state.vms_of(attempt) for place in vm.places]
+    else:
+        names = [] if context.in_sight else sorted(context.state.hosts)
+    known = [context.state.hosts[name] for name in dict.fromkeys(names) if name in context.state.hosts]
+    silent = {one.name: silent_since(one, world) for one in known if one.is_member and not one.is_off}
+    if hosts := [name for name, since in silent.items() if since < inf]:
+        found.append(Why.HOSTS_AWAY(time=now - max(silent[name] for name in hosts), hosts=hosts))
+    return found
+
+
+def _explained(context: Context, attempt: Attempt, now: float) -> Explanation:
     time = now - attempt.since
     if attempt.quarantined:
         todo = f"an operator has to decide: multiverse repair {attempt.job.job_id}"
@@ -272,11 +297,12 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
     time, state = max(0.0, context.unix(now) - attempt.job.submitted), context.state
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
     if job is None or job.ref != attempt.job:
-        kind = Why.NOT_OBSERVED if context.world.scheduler is None else Why.NOT_SHOWN
-        return _of(kind(time=time))
+        return _of((Why.WAITS if context.world.scheduler is None else Why.NOT_SHOWN)(time=time))
     if not job.eligible or attempt.waits_for_delay(job):
         return _of(*_kept_by_the_scheduler(context, attempt, job, time))
     short, note = reason_of(attempt, job, state.reasons, now), attempt.note
+    if not context.in_sight:  # admission does nothing then, and what it found before may be over
+        short = Why.NO_HOST_IN_REACH()
     own = short if short not in (None, BEHIND) else _own_obstacle(context, attempt)
     sentences = [Why.HAS_WAITED(own or short or Why.ABOUT_TO_CONSIDER(), time=time)]
     if job.at_origin:
@@ -470,12 +496,19 @@ def _of_its_checkpoints(context: Context, attempt: Attempt) -> list[Reason | Non
 # --- what has ended --------------------------------------------------------------------------------
 
 
+_FILES_IN_VMS = (
+    "submit it again from a directory that VMs have, such as your home, or name its files in such directories; /tmp is "
+    "the VM's own"
+)
+
+
 def explain_ended(attempt: Attempt, ended: float) -> Explanation:
     """Explain an attempt that has ended, so many seconds ago."""
     why = attempt.reason
     match attempt.state:
         case A.DONE:
-            return _of(Why.ENDED(why, time=ended), _chosen(attempt))
+            todo = _FILES_IN_VMS if why is not None and why.kind is Why.UNOPENED else ""
+            return _of(Why.ENDED(why, time=ended), _chosen(attempt), todo=todo)
         case A.REQUEUED:
             todo = f"its next attempt waits in the queue; where the time went: multiverse timeline {attempt.job.job_id}"
             return _of(Why.GIVEN_UP(why, time=ended), todo=todo)

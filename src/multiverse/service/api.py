@@ -130,6 +130,11 @@ def _add_jobs(app: FastAPI, backend: Backend) -> None:
         with _status(503):
             return backend.explanations.capacity(OPERATOR)
 
+    @app.get("/images")
+    async def images() -> list[api.ImageView]:
+        """The images that a job may request."""
+        return backend.images()
+
     @app.post("/capacity")
     async def trial(request: api.TrialRequest) -> api.TrialView:
         """What would become of one request, were it submitted now. Nothing is changed."""

@@ -31,6 +31,7 @@ from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.rows import Rows
 from multiverse.core.saving import with_its_state
 from multiverse.core.transition import Command, EffectKind
+from multiverse.images.catalog import Image
 from multiverse.ports import Clock
 from multiverse.service import alerts, convert, metrics
 from multiverse.service.convert import ShownJob, size_view
@@ -158,6 +159,7 @@ class Backend:
     utilization: UtilizationReader | None = None  # None where nothing is recorded
     statistics: Statistics = field(default_factory=Statistics)
     reload: SettingsReload | None = None  # None where the settings are of no file
+    made_images: Callable[[], Sequence[Image]] = tuple  # on this machine
 
     def _rows(self) -> Rows:
         return self.controller.state.rows()
@@ -232,6 +234,7 @@ class Backend:
 
     def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[api.JobView]:
         """Live attempts, oldest first; with `ended` or a `job`, the last `limit` attempts that ended too."""
+        job = job and self._own_id(job)
         if ended or job is not None:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
         else:
@@ -244,6 +247,10 @@ class Backend:
             convert.job_view(one, facts, policy, epoch, usages.get(one.id))
             for one, facts in self._job_facts(attempts, vms)
         ]
+
+    def _own_id(self, job: str) -> str:
+        scheduler = self.controller.scheduler.latest
+        return scheduler.value.own_id(job) if scheduler else job
 
     def _job_facts(self, attempts: Sequence[Attempt], vms: Iterable[Vm]) -> Iterator[tuple[Attempt, ShownJob]]:
         world = self.controller.world()
@@ -259,7 +266,7 @@ class Backend:
 
     def timelines(self, job: str, viewer: Viewer = OPERATOR) -> list[api.TimelineView]:
         """One timeline for each attempt of the job that the viewer may see, oldest first."""
-        limit = 1000 if viewer is OPERATOR else MAX_TIMELINES
+        limit, job = 1000 if viewer is OPERATOR else MAX_TIMELINES, self._own_id(job)
         attempts = [one for one in self.store.attempts(job_id=job, limit=limit) if viewer.may_see(one.uid)][::-1]
         now, waiting = self.clock.now(), self._waiting_reasons(attempts)
         return [
@@ -273,6 +280,16 @@ class Backend:
     def explanations(self) -> Explanations:
         """Why jobs wait, and what would start at once."""
         return Explanations(self.controller, self.store, self.clock, self.words)
+
+    def images(self) -> list[api.ImageView]:
+        """The images that hosts have, that wait here to be copied to hosts, or that are the default."""
+        default, made = self.controller.policy.image, {one.name: one for one in self.made_images()}
+        there = Counter(name for host in self.controller.world().hosts.values() for name in host.images)
+        away = (name for host in self.controller.known_hosts().values() if host.value for name in host.value.images)
+        return [
+            api.ImageView(name, name == default, there[name], convert.about_image(made.get(name)))
+            for name in sorted({default, *made, *there, *away})
+        ]
 
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 

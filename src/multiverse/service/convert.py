@@ -20,6 +20,7 @@ from multiverse.core.pools import PoolStatus
 from multiverse.core.queue import reason_of
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Event
+from multiverse.images.catalog import Image
 from multiverse.service.statistics import PHASES
 from multiverse.store import Entry
 
@@ -179,6 +180,15 @@ def source_view(source: Observer[Any], now: float) -> api.SourceView:
         unknown_for=0.0 if source.latest else now - source.since,
         failure=source.failure,
     )
+
+
+def about_image(image: Image | None) -> str:
+    """What is in an image, for who chooses one."""
+    if image is None:
+        return ""
+    origin = image.made_from[0] if image.made_from else f"Debian {image.suite}"
+    kind = "with systemd" if image.flavour == "stock" else "without systemd"
+    return f"{origin}, {kind}" + (f"; with {', '.join(image.packages)}" if image.packages else "")
 
 
 def size_view(size: Size) -> api.SizeView:

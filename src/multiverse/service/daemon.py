@@ -30,6 +30,7 @@ from multiverse.config import FenceSettings, Settings, users_socket
 from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder, prune_regularly
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused, Unknown
+from multiverse.images.catalog import list_images
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service import startup
 from multiverse.service.api import make_api
@@ -124,6 +125,7 @@ async def serve(settings: Settings, file: Path | None = None) -> None:
             _utilization(platform, system, store, controller, clock),
             statistics,
             reload,
+            partial(list_images, settings.qemu.images),
         )
         for notice in notices:
             event = "setting of Slurm has no effect on VMs" if notice.kind == "unserved" else "VMs of another site"

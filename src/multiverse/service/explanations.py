@@ -77,6 +77,8 @@ class Explanations:
     def of_job(self, job: str, viewer: Viewer) -> api.ExplanationsView:
         """What is to be said of a job, or of the tasks of an array, that the viewer may see. Empty if there is none."""
         context = self._controller.context()
+        if context.world.scheduler is not None:
+            job = context.scheduler.own_id(job)
         shown = [one for one in self._latest(job) if viewer.may_see(one.uid)]
         new = [one for one in self._without_attempt(job, context, shown) if viewer.may_see(one.uid)]
         views, asked = [], set[Request]()

@@ -121,6 +121,8 @@ class UserQuestions:
                 if question.request is None:
                     raise Refused("a trial needs a request")
                 return explanations.trial(question.request, viewer)
+            case "images":
+                return self.backend.images()
             case "saved":
                 return self.backend.saved(viewer)
             case "explain":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -21,6 +22,7 @@ from multiverse.config import (
     parse,
     users_socket,
 )
+from multiverse.images.catalog import list_images
 from multiverse.system.toml_positions import KeyPath, positions
 
 DEFAULT, COMPUTED = "default", "computed"
@@ -55,13 +57,31 @@ class SettingValue(NamedTuple):
 Lines = Mapping[KeyPath, FileLine]
 
 
-def mistakes_in(path: Path) -> list[WrongLine]:
-    """All mistakes in a file and the one that it includes, in the order of their lines. Raises `Refused` if one of them
-    cannot be read, or is not TOML."""
+def mistakes_in(path: Path, *, images: bool = False) -> list[WrongLine]:
+    """All mistakes in a file and the one that it includes, in the order of their lines; with `images`, also names of
+    images that there are not. Raises `Refused` if one of the files cannot be read, or is not TOML."""
     raw, lines = _read(path)
-    _, found = examined(raw)
+    settings, found = examined(raw)
+    if settings is not None and images:
+        found = [*found, *_absent_images(settings)]
     wrong = [WrongLine(_line_of(one, lines), one) for one in found]
     return sorted(wrong, key=lambda one: (one.line is None, one.line))
+
+
+def _absent_images(settings: Settings) -> Iterator[Mistake]:
+    """Images that the settings name, and that no directory of images has. Says nothing while one of the directories
+    cannot be read here, or none of them has an image yet."""
+    places = [settings.qemu.images, settings.image.source, *(one.images for one in settings.hosts)]
+    directories = list(dict.fromkeys(place for place in places if place is not None))
+    if not all(os.access(place, os.R_OK | os.X_OK) for place in directories):
+        return
+    there = sorted({image.name for place in directories for image in list_images(place)})
+    named: list[tuple[KeyPath, str]] = [(("image", "default"), settings.image.default)]
+    named += [(("pool", number, "image"), one.image) for number, one in enumerate(settings.pool)]
+    for key, name in named if there else ():
+        if not any((place / name).is_dir() for place in directories):
+            where = ", ".join(map(str, directories))
+            yield Mistake(key, f"there is no image {name!r} in {where}: build it, or name one of {', '.join(there)}")
 
 
 def values_in(path: Path, machine: str) -> list[SettingValue]:

@@ -385,7 +385,7 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
     if seen.status in (JobStatus.ENDED, JobStatus.UNSEEN):
         result = seen.job.result if seen.job else ""
         ran = attempt.state in _RUNNING or (attempt.state in PINNED_STATES and result != "CANCELLED")
-        why = (Why.RESULT(word=result) if result else None) if seen.job else Why.SHOWN_NO_MORE()
+        why = _result_of(seen.job) if seen.job else Why.SHOWN_NO_MORE()
         outcome: Outcome = "done" if ran else "cancelled"
         state.move(reclaim_attempt(attempt, outcome, Event.ENDED if ran else Event.CANCELLED, why))
         return True
@@ -395,6 +395,11 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
         state.move(reclaim_attempt(ended, "requeued", Event.RESTARTED, why))
         return True
     return False
+
+
+def _result_of(job: Job) -> Reason | None:
+    """How a job has ended, in the scheduler's word; None if it does not say."""
+    return (Why.UNOPENED if job.unopened else Why.RESULT)(word=job.result) if job.result else None
 
 
 def _after_its_run(state: State, attempt: Attempt) -> Attempt:
@@ -701,7 +706,7 @@ def _learn_the_outcome(state: State, attempt: Attempt, seen: Sighting) -> Attemp
         learnt = replace(attempt, outcome="requeued", reason=_why_requeued(state, attempt))
         learnt = _with_cause(state, learnt, seen.job)
     elif seen.status is JobStatus.ENDED and seen.job.result:
-        learnt = replace(attempt, reason=Why.RESULT(word=seen.job.result))
+        learnt = replace(attempt, reason=_result_of(seen.job))
     else:
         return attempt
     if learnt != attempt:

@@ -224,9 +224,11 @@ class Job(NamedTuple):
     nodes: tuple[str, ...] = ()
     result: str = ""  # the scheduler's word for how it ended: COMPLETED, FAILED, …
     exit_code: int = 0
+    unopened: bool = False  # it ended before it began: its input, output or error file could not be opened
     work_dir: str = ""
     uses: tuple[tuple[str, int], ...] = ()  # what it will take of the view's limits, by limit
     array: str = ""  # the id of its array, if it is a task of one
+    other_id: str = ""  # of a task of an array: the number by which the scheduler shows it, too, if it has one
     limit: float | None = None  # seconds that a run takes at most, until the scheduler has ended it; None: unknown
     ends: float | None = None  # Unix time by which it has ended; None: unknown, or suspended
     deadline: float | None = None  # Unix time at which its time limit is over; None as for `ends`
@@ -342,6 +344,12 @@ class SchedulerView:
     def running_in(self, classes: Collection[str]) -> list[str]:
         """The jobs that run in these classes of preemption, by id."""
         return sorted(job_id for one in classes for job_id in self._running.get(one, ()))
+
+    def own_id(self, asked: str) -> str:
+        """The id of the task of an array that the scheduler also shows by the number `asked`; else `asked` itself."""
+        if asked in self.jobs:
+            return asked
+        return next((job_id for job_id, job in self.jobs.items() if job.other_id == asked), asked)
 
     def may_have_a_job(self, name: str) -> bool:
         """Whether a job is on a node, or is tied to one of its tags and may start there at any moment."""

@@ -295,6 +295,8 @@ class Why(StrEnum):
         "{because}")
     ON_PHYSICAL = "on physical node", "it has started on a physical node of partition {partition}"
     RESULT = "result", "{word}"
+    UNOPENED = ("unopened",
+        "{word}: the scheduler could not open its input, output or error file in its VM, and did not start it")
     SHOWN_NO_MORE = "shown no more", "the scheduler no longer shows the job"
     REQUEUED = "requeued", "the scheduler requeued the job[: {because}]"
     CHANGED_WAITING = "changed waiting", "changed while waiting"
@@ -440,7 +442,11 @@ class Why(StrEnum):
     # --- what is said of a job: whole sentences ---
     ABOUT_TO_CONSIDER = "about to consider", "it is about to be considered"
     HAS_WAITED = "has waited", "It has waited for {time:long}: {because}."
-    NOT_OBSERVED = "not observed", "It has waited for {time:long}. The scheduler has not been observed yet."
+    NO_HOST_IN_REACH = "no host in reach", "no host is in reach"
+    HOSTS_AWAY = "hosts away", "Nothing has been heard of {hosts} for {time:long}."
+    SCHEDULER_AWAY = ("scheduler away",
+        "The scheduler has not answered for {time:long}: until it does, no job is started and none is given up.")
+    WAITS = "waits", "It has waited for {time:long}."
     NOT_SHOWN = "not shown", "It has waited for {time:long}. The scheduler does not show it."
     EITHER = "either", "It starts in a VM or in partition {partition}, whichever has room first."
     AGAIN_IN = "again in", "It is considered again in {time:long}.[ It failed {tries:times}.]"
@@ -564,6 +570,10 @@ def text_of(reason: Reason | None) -> str:
     return "" if reason is None else str(reason)
 
 
+def _number_of(hosts: Sequence[str]) -> str:
+    return "a host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+
+
 def _worded(reason: Reason) -> str:
     because = [str(one) for one in reason.because]
     values: dict[str, Any] = {
@@ -572,8 +582,8 @@ def _worded(reason: Reason) -> str:
         "job": reason.jobs and (f"job {reason.jobs[0]}" if reason.jobs[0] else "another job"),
         "host": reason.hosts and (reason.hosts[0] or "a host"),
         "target": reason.hosts[1:] and (reason.hosts[1] or "another host"),
-        "hosts": some(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
-        "every": ", ".join(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
+        "hosts": some(reason.hosts) if all(reason.hosts) else _number_of(reason.hosts),
+        "every": ", ".join(reason.hosts) if all(reason.hosts) else _number_of(reason.hosts),
     }
     words = reason.kind.words
     if not all(reason.hosts):  # the words for a host without a name have their article

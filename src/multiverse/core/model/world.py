@@ -68,6 +68,7 @@ class World:
     epoch: float = 0.0  # Unix time at which the monotonic clock was 0
     anew: Collection[str] | None = None  # sources that are unknown, or have changed since the last commit; None: any
     declared: Sequence[KnownHost] = ()  # hosts that the settings name, until they are rows
+    scheduler_since: float = 0.0  # when the scheduler turned known, or unknown (monotonic)
 
     def latest(self, source: str) -> Seen[HypervisorView] | None:
         """The latest observation of a source; None while it is unknown."""

@@ -65,6 +65,7 @@ _WORDS = {
     "tasks_per_socket": "NTPerSocket",
     "requeue": "Requeue",
     "batch_flag": "BatchFlag",
+    "job_id": "JobID",  # of a task of an array that has a record of its own another number than its array
     "tres_req_str": "tres-alloc",  # of a waiting job: its request
 }
 _TEXTS = {
@@ -167,7 +168,7 @@ def _record(cells: dict[str, str]) -> Record:
     return {
         **cells,
         **{key: _number(cells[key]) for key in _NUMBERS},
-        "job_id": int(base.partition("+")[0]),
+        "job_id": int(base.partition("+")[0] if task is None else cells["job_id"]),
         "array_job_id": int(base) if task is not None else 0,
         "array_task_id": int(task) if task is not None else None,
         "time_limit": minutes_of(cells["time_limit"]),

@@ -131,6 +131,8 @@ class SiteNames:
 
 # --- values ----------------------------------------------------------------------------------------
 
+_IO_ERROR = 4021  # ESLURMD_IO_ERROR of slurm_errno.h, the same number in all releases so far
+
 
 def number(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) else None
@@ -143,6 +145,15 @@ def words(value: Any) -> tuple[str, ...]:
 def exit_code(status: int) -> int:
     """An exit code as a shell shows it: 128 + signal for a killed job. `status` is the raw wait status."""
     return 128 + (status & 0x7F) if status & 0x7F else status >> 8 & 0xFF
+
+
+def was_unopened(status: int) -> bool:
+    """Whether slurmstepd could not open a batch job's input, output or error file, and so did not start its script.
+
+    It then gives the job the error's number instead of a wait status (_fork_all_tasks in mgr.c). From 23.02 on squeue
+    prints only what the wait macros make of that number, 0:53. No more can be told of a process that signal 53 ended.
+    """
+    return status in (_IO_ERROR, _IO_ERROR & 0x7F)
 
 
 def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]:
@@ -255,6 +266,7 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
     if here:  # the partition may have room for it, unless it has waited for its nodes for some time
         free = free and reason in _FULL and pinned is None and now >= begin + here.min_wait
     request, problem = _request(record, own, names, origin)
+    status, array = number(record.get("exit_code")) or 0, str(number(record.get("array_job_id")) or "")
     order = rank(priority, submitted, job_id) + (_BEHIND_THE_GATE if here else 0)
     return Job(
         ref=JobRef(job_id, submitted, restarts),
@@ -271,10 +283,12 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
         pinned=pinned,
         nodes=nodes,
         result=states[0] if state is JobState.ENDED else "",
-        exit_code=exit_code(number(record.get("exit_code")) or 0),
+        exit_code=exit_code(status),
+        unopened=state is JobState.ENDED and batch and was_unopened(status),
         work_dir=str(record.get("current_working_directory") or ""),
         uses=uses if state is JobState.PENDING else (),
-        array=str(number(record.get("array_job_id")) or ""),
+        array=array,
+        other_id=str(record["job_id"]) if array and array != str(record["job_id"]) else "",
         limit=names.time_limits.of(number(record.get("time_limit"))),
         batch=batch,
         script_node=str(record.get("batch_host") or "") if batch else "",
