@@ -575,7 +575,7 @@ def test_a_job_whose_pilot_is_lost_runs_again_only_when_somebody_confirms_that_n
     one = OnALease.begun(lendable, lending, "lost")
     name, (node,) = one.lease["name"], job_nodes(lendable)
     daemons = node.processes("slurmd", here=True)
-    for pid in daemons:
+    for pid in (*daemons, one.pilots.agent(one.spec)):  # an agent that goes on says that the VM died, and the job runs
         os.kill(pid, signal.SIGSTOP)
     try:
         lendable.run("scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=test")
