@@ -21,6 +21,8 @@ from multiverse.api import (
     JobEvictionView,
     SizeView,
     StartableView,
+    TimelineEntry,
+    TimelineView,
     TrialView,
 )
 from multiverse.cli import jobs, render
@@ -118,10 +120,21 @@ def test_an_error_is_the_daemons() -> None:
         build()(["explain", "9"], prog_name="multiverse", standalone_mode=False)
 
 
+@pytest.mark.parametrize(("state", "shown"), [("requeued", True), ("allocated", False)])
+def test_a_timeline_says_why_an_attempt_has_ended(state: str, shown: bool) -> None:
+    entries = (
+        TimelineEntry(1.0, "attempt 3", "restarted", "reclaiming", "its QEMU has ended"),
+        TimelineEntry(2.0, "attempt 3", "reclaimed", state, "its QEMU has ended"),
+        TimelineEntry(3.0, "vm 4", "absent", "gone", ""),
+    )
+    text = printed("timeline", "7", timeline=[TimelineView("7", 3, state, 0.0, (), entries)])
+    assert ("its QEMU has ended" in text) is shown
+
+
 @pytest.mark.parametrize("width", [80, 140])
 def test_capacity_shows_what_is_used_and_what_would_start(width: int) -> None:
     text = printed("capacity", width=width, capacity=CAPACITY)
-    assert "3 hosts in sight, 1 of them take no new VM" in text and "on closed hosts" in text
+    assert "3 hosts in sight, 1 of them takes no new VM" in text and "on closed hosts" in text
     assert "Job 2 waits for capacity and comes first" in text and "+ 3" in text
     quiet = replace(CAPACITY, blocked=False, blocked_by="", waiting=0)
     assert "comes first" not in printed("capacity", width=width, capacity=quiet)
