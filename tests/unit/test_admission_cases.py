@@ -859,6 +859,11 @@ def test_the_admission_says_where_the_vms_are_and_why() -> None:
     assert text_of(change.reason) == "instant on h1, h2, parked before, one is parked"
 
 
+def test_the_admission_names_a_host_of_several_vms_once() -> None:
+    changes = decided(READY, queued(1, nodes=2), hosts=[host(cpus=8)])
+    assert [text_of(c.reason) for c in changes if c.event == "admitted"] == ["instant on h1"]
+
+
 def test_the_admission_to_a_joined_spare_says_so() -> None:
     policy = replace(EAGER, pools=(replace(PARKED, depth=Depth.JOINED),))
     changes = decided(READY, vm(V.JOINED, pool=Depth.JOINED), queued(1), hosts=[host()], policy=policy)
