@@ -76,7 +76,8 @@ def printed(*words: str, width: int = 80, **answers: Any) -> str:
 def test_a_job_is_explained_with_the_first_groups_of_hosts(width: int) -> None:
     text = printed("explain", "12_1", width=width, explain=ExplanationsView((WAITING,)))
     flat = " ".join(text.split())
-    assert "It has waited for 2 min" in flat and "to do: wait, or ask for less" in flat and "By the time limits" in flat
+    assert "It has waited for 2 min" in flat and "to do: wait, or ask for less" in flat
+    assert "By the time limits it starts by 2023-11-14 22:14 UTC at the latest." in flat
     assert "n[1-9000]" in text and "drained (reason 5)" in text and "drained (reason 6)" not in text
     assert "4 more groups of hosts: --hosts shows all" in text and "…" in text
 

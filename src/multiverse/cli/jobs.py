@@ -21,6 +21,7 @@ from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.core.errors import Refused
 from multiverse.core.model.job import AttemptState, Outcome
+from multiverse.core.model.reason import when
 
 # --- multiverse jobs --------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ def _show_explanation(one: api.ExplanationView, *, every: bool) -> None:
     render.console.print(head)
     render.say(one.text)
     if one.expected is not None:
-        render.say(f"By the time limits it starts by {render.moment(one.expected)} at the latest.")
+        render.say(f"By the time limits it starts {when(one.expected)} at the latest.")
     if one.todo:
         render.say(f"to do: {one.todo}")
     _show_evictions(one.job_id, one.evictions)
@@ -426,9 +427,9 @@ def _show_trial(found: api.TrialView) -> None:
         jobs = "1 job" if found.ahead == 1 else f"{found.ahead} jobs"
         render.say(f"{jobs} would be ahead of it{behind}.")
     if found.expected is not None:
-        render.say(f"It would start by {render.moment(found.expected)} at the latest, by the time limits.")
+        render.say(f"It would start {when(found.expected)} at the latest, by the time limits.")
     elif found.alone is not None and not found.never:
-        render.say(f"Without other jobs that wait, it would start by {render.moment(found.alone)} at the latest.")
+        render.say(f"Without other jobs that wait, it would start {when(found.alone)} at the latest.")
     elif not found.never:
         render.say("Nobody can tell when: no time limit says by when there is room for it.")
     show_groups(found.groups, every=False)
