@@ -760,6 +760,7 @@ class TrialRequest(BaseModel):
 
 PURPOSE = "multiverse-question-1"  # what credentials that carry questions are made for
 LONGEST_QUESTION = 16 * 1024  # bytes of one line
+JOB_ID = r"[0-9]{1,10}(_[0-9]{1,10})?"
 
 
 class Question(BaseModel):
@@ -768,7 +769,7 @@ class Question(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     ask: Literal["explain", "timeline", "capacity", "trial", "images", "saved", "save", "resume", "checkpoint"]
-    job: str = Field(default="", pattern=r"^([0-9]{1,10}(_[0-9]{1,10})?)?$")  # where the question is about a job
+    job: str = Field(default="", pattern=f"^({JOB_ID})?$")  # where the question is about a job
     hold: bool = False  # of `save`
     anew: bool = False  # of `resume`
     shared_files: bool = False  # of `checkpoint`: also of a job that writes to shared files

@@ -12,6 +12,7 @@ import httpx
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown, Unreachable
 
 DEFAULT_SOCKET = Path("/run/multiverse/api.sock")
+_START = "start it: systemctl start multiverse, in a lab multiverse lab up; users: ask the operators"
 
 
 def socket_path() -> Path:
@@ -185,12 +186,10 @@ class Client:
     def _unreachable(self) -> Unreachable:
         """The error for a connection that failed."""
         if not self._path.exists():
-            return Unreachable(
-                f"no daemon listens at {self._path}", hint="start one: multiverse lab up, or multiverse daemon"
-            )
+            return Unreachable(f"no daemon listens at {self._path}", hint=_START)
         if not os.access(self._path, os.W_OK):
             return Unreachable(
                 f"{self._path} is not yours to use",
                 hint="users: squeue, multiverse explain; operators: run this as the daemon's user",
             )
-        return Unreachable(f"the daemon at {self._path} is not running", hint="start it: multiverse lab up")
+        return Unreachable(f"the daemon at {self._path} is not running", hint=_START)

@@ -751,12 +751,9 @@ def test_a_back_off_that_ends_now_is_over() -> None:
 def test_the_reason_names_what_did_not_fit_and_the_largest_that_does(nodes: int) -> None:
     stiff = host(cpus=4, memory=4096, can="fork")
     (refused,) = [c for c in decided(queued(1, Size(9, 100), nodes=nodes), hosts=[stiff]) if c.event == "impossible"]
-    many, what = ("a VM", "fits") if nodes == 1 else (f"{nodes} VMs", "fit")
+    many, what = ("a VM", "fits on no host") if nodes == 1 else (f"{nodes} VMs", "do not fit on all hosts together")
     fit = "4 CPUs, 1804 MiB, 65536 MiB disk"
-    assert (
-        text_of(refused.reason)
-        == f"{many} of 9 CPUs, 100 MiB {what} on no host; the largest that fits is {fit} per node"
-    )
+    assert text_of(refused.reason) == f"{many} of 9 CPUs, 100 MiB {what}; the largest that fits is {fit} per node"
 
 
 def test_the_reason_names_the_host_with_the_most_memory_and_then_the_most_cpus() -> None:
@@ -860,6 +857,11 @@ def test_the_admission_says_where_the_vms_are_and_why() -> None:
         c for c in decided(*both, *parked, queued(1, nodes=2), hosts=hosts, policy=policy) if c.event == "admitted"
     ]
     assert text_of(change.reason) == "instant on h1, h2, parked before, one is parked"
+
+
+def test_the_admission_names_a_host_of_several_vms_once() -> None:
+    changes = decided(READY, queued(1, nodes=2), hosts=[host(cpus=8)])
+    assert [text_of(c.reason) for c in changes if c.event == "admitted"] == ["instant on h1"]
 
 
 def test_the_admission_to_a_joined_spare_says_so() -> None:

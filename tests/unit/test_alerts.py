@@ -184,7 +184,7 @@ RELEASE = Failure(Effect(EffectKind.RELEASE, Key("vm", 3)), 5, "refused", 16.0)
             "scheduler",
             ("the scheduler", "5 min", "no answer", "scontrol ping"),
         ),
-        (sources_away([("cloud-1", 3.0, "gone")])[0], "cloud-1", ("source cloud-1", "3 s: gone", "daemon's log")),
+        (sources_away([("cloud-1", 3.0, "gone")])[0], "cloud-1", ("source cloud-1", "3 s: gone", "start its agent")),
         (
             alerts.HINTS(seconds=300.0, poll=2.0, inbox="/run/mv/inbox"),
             "hints",

@@ -575,6 +575,15 @@ def test_a_job_whose_files_could_not_be_opened_keeps_that_as_its_reason(completi
     assert harness.attempt().reason == Why.UNOPENED(word="FAILED")
 
 
+@pytest.mark.parametrize(("result", "said"), [("FAILED", "FAILED (exit code 3)"), ("CANCELLED", "CANCELLED")])
+def test_a_job_that_failed_keeps_its_exit_code_as_the_reason(result: str, said: str) -> None:
+    harness = PlannerHarness()
+    harness.to_allocated()
+    harness.job(state=JobState.ENDED, result=result, exit_code=3)
+    harness.run()
+    assert text_of(harness.attempt().reason) == said
+
+
 def test_a_job_that_an_old_observation_does_not_show_is_not_over() -> None:
     harness = PlannerHarness()
     attempt = harness.to_allocated()

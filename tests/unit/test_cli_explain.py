@@ -21,6 +21,8 @@ from multiverse.api import (
     JobEvictionView,
     SizeView,
     StartableView,
+    TimelineEntry,
+    TimelineView,
     TrialView,
 )
 from multiverse.cli import jobs, render
@@ -74,7 +76,8 @@ def printed(*words: str, width: int = 80, **answers: Any) -> str:
 def test_a_job_is_explained_with_the_first_groups_of_hosts(width: int) -> None:
     text = printed("explain", "12_1", width=width, explain=ExplanationsView((WAITING,)))
     flat = " ".join(text.split())
-    assert "It has waited for 2 min" in flat and "to do: wait, or ask for less" in flat and "By the time limits" in flat
+    assert "It has waited for 2 min" in flat and "to do: wait, or ask for less" in flat
+    assert "By the time limits it starts by 2023-11-14 22:14 UTC at the latest." in flat
     assert "n[1-9000]" in text and "drained (reason 5)" in text and "drained (reason 6)" not in text
     assert "4 more groups of hosts: --hosts shows all" in text and "…" in text
 
@@ -118,10 +121,21 @@ def test_an_error_is_the_daemons() -> None:
         build()(["explain", "9"], prog_name="multiverse", standalone_mode=False)
 
 
+@pytest.mark.parametrize(("state", "shown"), [("requeued", True), ("allocated", False)])
+def test_a_timeline_says_why_an_attempt_has_ended(state: str, shown: bool) -> None:
+    entries = (
+        TimelineEntry(1.0, "attempt 3", "restarted", "reclaiming", "its QEMU has ended"),
+        TimelineEntry(2.0, "attempt 3", "reclaimed", state, "its QEMU has ended"),
+        TimelineEntry(3.0, "vm 4", "absent", "gone", ""),
+    )
+    text = printed("timeline", "7", timeline=[TimelineView("7", 3, state, 0.0, (), entries)])
+    assert ("its QEMU has ended" in text) is shown
+
+
 @pytest.mark.parametrize("width", [80, 140])
 def test_capacity_shows_what_is_used_and_what_would_start(width: int) -> None:
     text = printed("capacity", width=width, capacity=CAPACITY)
-    assert "3 hosts in sight, 1 of them take no new VM" in text and "on closed hosts" in text
+    assert "3 hosts in sight, 1 of them takes no new VM" in text and "on closed hosts" in text
     assert "Job 2 waits for capacity and comes first" in text and "+ 3" in text
     quiet = replace(CAPACITY, blocked=False, blocked_by="", waiting=0)
     assert "comes first" not in printed("capacity", width=width, capacity=quiet)

@@ -16,7 +16,7 @@ from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 def test_a_missing_socket_is_refused_and_the_path_is_named(tmp_path: Path) -> None:
     with Client(tmp_path / "none") as client, pytest.raises(Refused, match="no daemon listens at") as caught:
         client.status()
-    assert str(tmp_path / "none") in caught.value.message and "multiverse daemon" in caught.value.hint
+    assert str(tmp_path / "none") in caught.value.message and "systemctl start multiverse" in caught.value.hint
 
 
 def test_a_socket_that_nobody_listens_at_is_refused(tmp_path: Path) -> None:

@@ -155,6 +155,19 @@ def test_a_job_that_fits_on_no_host_is_told_that_and_not_who_is_ahead() -> None:
     cluster.waits(2, 1, image="nowhere")
     cluster.run()
     assert "no host has image nowhere" in told(cluster, 2)
+    assert explained(cluster, 2).todo.startswith("request an image of multiverse images")
+
+
+def test_a_job_is_not_told_to_ask_for_less_while_all_hosts_are_drained() -> None:
+    for drained, todo in ((["h3"], "wait for such hosts, or ask"), (["h1", "h2", "h3"], "it goes on by itself")):
+        cluster = Cluster(hosts=2)
+        cluster.others = {"h3": host("h3", cpus=16)}
+        for number, name in enumerate(drained, 9):
+            cluster.rows.append(KnownHost(name, SOURCE, drain=Drain(0.0, "new fans"), id=number, version=1))
+        cluster.waits(1, 12)
+        cluster.run()
+        assert "waiting for a host that is drained" in told(cluster, 1)
+        assert explained(cluster, 1).todo.startswith(todo)
 
 
 def test_each_stage_has_a_sentence_of_its_own() -> None:

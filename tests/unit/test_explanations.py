@@ -203,7 +203,7 @@ async def test_the_routes_answer_with_what_is_wrong() -> None:
         cluster.world = replace(cluster.world, scheduler=None)
         assert (await client.get("/capacity")).status_code == 503
         assert (await client.post("/capacity", json={})).status_code == 503
-    with pytest.raises(Refused, match="unknown"):
+    with pytest.raises(Refused, match="out of reach"):
         found.capacity(OPERATOR)
 
 

@@ -146,7 +146,7 @@ def test_no_more_vms_of_a_job_are_on_a_host_than_it_asks_for(policy: str) -> Non
     here, placed = admit(site, replace(job(3, cpus=1), per_host=1), replace(job(4, cpus=1), per_host=1))
     assert sorted(placed[1]) == ["h1", "h2", "h3"] and 2 not in placed
     assert text_of(here.attempts[2].reason).startswith(
-        "4 VMs of 1 CPU, 100 MiB with at most 1 on a host fit on no host"
+        "4 VMs of 1 CPU, 100 MiB with at most 1 on a host do not fit on all hosts together"
     )
 
 

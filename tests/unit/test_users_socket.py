@@ -150,6 +150,12 @@ async def test_a_user_saves_and_resumes_their_own_job_and_no_other(tmp_path: Pat
         assert (await exchange(path, b'{"ask": "save"}\n'))["status"] == 404
 
 
+@pytest.mark.parametrize("job", ["", "abc", "7_", "7_[1-3]"])
+def test_what_is_no_id_of_a_job_is_not_sent(tmp_path: Path, job: str) -> None:
+    with pytest.raises(Refused, match="is no id of a job"):
+        UsersClient(tmp_path / "nobody listens").explain(job)
+
+
 async def test_all_users_may_connect_to_the_socket(tmp_path: Path) -> None:
     async with served(tmp_path) as (path, _):
         assert path.stat().st_mode & 0o777 == 0o666

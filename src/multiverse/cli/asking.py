@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multiverse.api import PURPOSE
+from multiverse.api import JOB_ID, PURPOSE
 from multiverse.client import Client, socket_path
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown, Unreachable
 
@@ -90,6 +90,8 @@ class UsersClient:
         self._ask(ask="resume", job=job, anew=anew)
 
     def _ask(self, **question: Any) -> Any:
+        if "job" in question and not re.fullmatch(JOB_ID, question["job"]):
+            raise Refused(f"{question['job']!r} is no id of a job", hint="see: squeue --me; ids are like 123 or 123_4")
         if self._path is None:
             line = json.dumps({"credential": _credential(json.dumps({**question, "purpose": PURPOSE}))})
         else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from ClusterShell.RangeSet import RangeSet
@@ -20,7 +20,8 @@ from multiverse.cli.asking import Controller, asker
 from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.core.errors import Refused
-from multiverse.core.model.job import AttemptState
+from multiverse.core.model.job import AttemptState, Outcome
+from multiverse.core.model.reason import when
 
 # --- multiverse jobs --------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ def _show_explanation(one: api.ExplanationView, *, every: bool) -> None:
     render.console.print(head)
     render.say(one.text)
     if one.expected is not None:
-        render.say(f"By the time limits it starts by {render.moment(one.expected)} at the latest.")
+        render.say(f"By the time limits it starts {when(one.expected)} at the latest.")
     if one.todo:
         render.say(f"to do: {one.todo}")
     _show_evictions(one.job_id, one.evictions)
@@ -298,8 +299,8 @@ def _show_phases(one: api.TimelineView) -> None:
         render.state(one.state), f"  {render.duration(total)} in all",
     )  # fmt: skip
     render.console.print(head)
-    if one.waiting:
-        render.console.print(Text(f"  {one.waiting}"))
+    if why := one.waiting or _why_over(one):
+        render.say(why)
     width = min(_BAR_WIDTH, render.console.width - 4)
     parts = [(phase.seconds, render.PHASE_STYLES[phase.name]) for phase in one.phases]
     render.console.print(Text("  ") + render.bar(parts, width))
@@ -313,6 +314,13 @@ def _show_phases(one: api.TimelineView) -> None:
             reasons = [_move_line(entry) for entry in one.entries if entry.event in _MOVES and entry.state]
         for text in reasons or _stage_lines(phase.stages, render.console.width - _STAGE_INDENT):
             render.console.print(Text(" " * _STAGE_INDENT + text, style="dim"))
+
+
+def _why_over(one: api.TimelineView) -> str:
+    """Why the attempt has ended; empty while it has not."""
+    if one.state not in get_args(Outcome):
+        return ""
+    return next((entry.reason for entry in reversed(one.entries) if entry.state == one.state), "")
 
 
 _MOVES = {"move": "moves", "moved": "moved", "stayed": "did not move"}
@@ -385,7 +393,8 @@ def _show_capacity(found: api.CapacityView) -> None:
         )
         render.say(text, indent=0, style="yellow")
     elif found.waiting:
-        render.console.print(f"{found.waiting} jobs wait for something else than capacity.", markup=False)
+        jobs = "1 job waits" if found.waiting == 1 else f"{found.waiting} jobs wait"
+        render.console.print(f"{jobs} for something else than capacity.", markup=False)
 
 
 def _show_usage(usage: api.CapacityUsageView) -> None:
@@ -395,7 +404,8 @@ def _show_usage(usage: api.CapacityUsageView) -> None:
         size: api.SizeView = getattr(usage, name)
         label = Text(_LABELS.get(name, name), style="bold green" if name == "free" else "")
         table.add_row(label, str(size.cpus), render.memory(size.memory), render.memory(size.disk))
-    closed = f", {usage.closed_hosts} of them take no new VM" if usage.closed_hosts else ""
+    takes = "takes" if usage.closed_hosts == 1 else "take"
+    closed = f", {usage.closed_hosts} of them {takes} no new VM" if usage.closed_hosts else ""
     render.console.print(f"{usage.hosts} host{'s' * (usage.hosts != 1)} in sight{closed}")
     render.console.print(table)
 
@@ -417,9 +427,9 @@ def _show_trial(found: api.TrialView) -> None:
         jobs = "1 job" if found.ahead == 1 else f"{found.ahead} jobs"
         render.say(f"{jobs} would be ahead of it{behind}.")
     if found.expected is not None:
-        render.say(f"It would start by {render.moment(found.expected)} at the latest, by the time limits.")
+        render.say(f"It would start {when(found.expected)} at the latest, by the time limits.")
     elif found.alone is not None and not found.never:
-        render.say(f"Without other jobs that wait, it would start by {render.moment(found.alone)} at the latest.")
+        render.say(f"Without other jobs that wait, it would start {when(found.alone)} at the latest.")
     elif not found.never:
         render.say("Nobody can tell when: no time limit says by when there is room for it.")
     show_groups(found.groups, every=False)

@@ -355,7 +355,11 @@ def _first(state: State, attempt: Attempt, ahead: int) -> tuple[str, Reason]:
 
 
 def _advice(context: Context, attempt: Attempt) -> str:
-    if attempt.id in context.state.queue.unfit:
+    if (why := context.state.queue.why_unfit.get(attempt.id)) is not None:
+        if why.kind is Why.NO_IMAGE:
+            return "request an image of multiverse images by sbatch -C, or ask the operators for this one"
+        if not context.hosts:
+            return "it goes on by itself once a host takes new VMs; operators see why none does: multiverse hosts"
         return "wait for such hosts, or ask for less: multiverse capacity shows what would start at once"
     if attempt.id == context.state.blocking:
         return "wait, or ask for less: multiverse capacity shows what would start at once"

@@ -69,7 +69,8 @@ SCHEDULER = Wrong(
 SOURCE = Wrong(
     "source", "critical", "{source}",
     "source {source} has not answered for {seconds:span}: {reason}",
-    "see the daemon's log; until it answers, none of its VMs is created, changed or given up",
+    "of a host: start its agent there (systemctl start multiverse-agent); see the daemon's log, too; until it answers, "
+    "none of its VMs is created, changed or given up",
 )  # fmt: skip
 HINTS = Wrong(
     "hints", "warning", "hints",
@@ -87,8 +88,8 @@ EMPTY_HOST_AWAY = Wrong(
 HOST_AWAY = Wrong(
     "host", "critical", "{host}",
     "host {host} is out of reach, with its VMs ({vms:four})[; affected: job {jobs:list}]",
-    "bring the host back, and what is left of these VMs is ended; if it is switched off for certain, confirm that: "
-    "multiverse repair {host} --fenced",
+    "bring the host back, or start its agent: jobs whose VMs still run then go on; if it is switched off for certain, "
+    "confirm that: multiverse repair {host} --fenced",
     "relies on your word that {host} is switched off: its VMs ({vms:four}) then count as ended, and their jobs may "
     "run again",
     needs_fenced=True,
@@ -126,7 +127,8 @@ SHORT_OF_MEMORY = Wrong(
 NO_IMAGE = Wrong(
     "image", "warning", "image-{image}",
     "no host[ in reach{away:if}] has image {image}; waiting for it: [job {jobs:four}][ and {both:if}][a pool{pool:if}]",
-    "build the image: multiverse image build slim --name {image} (or stock); or cancel what asks for it",
+    "build the image: multiverse image build slim --name {image} (slim, stock, or a file that describes it); or cancel "
+    "what asks for it",
 )  # fmt: skip
 QUARANTINED = Wrong(
     "quarantine", "warning", "{name}",

@@ -176,7 +176,10 @@ class Explanations:
     def _known(self) -> Context:
         context = self._controller.context()
         if context.world.scheduler is None or not context.world.sees_hosts:
-            raise Refused("the scheduler or all hosts are unknown", hint="see: multiverse status")
+            raise Refused(
+                "nobody can tell while the scheduler, or all hosts, are out of reach",
+                hint="ask again later; operators see what to do: multiverse status",
+            )
         return context
 
 

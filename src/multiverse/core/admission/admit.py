@@ -339,7 +339,7 @@ class Admission:
 
     def _admit_restored(self, attempt: Attempt, saved: Saved, vms: list[Vm]) -> None:
         job = self.queue.job_of(attempt.id)
-        story, uses = Why.RESTORED(hosts=[vm.host for vm in vms]), dict(job.uses)
+        story, uses = Why.RESTORED(hosts=dict.fromkeys(vm.host for vm in vms)), dict(job.uses)
         evictions = attempt.evictions if saved.checkpoint else went_on(saved.evictions, self.context.now - saved.begun)
         limit = limit_of_next_run(saved, job)
         going_on = replace(attempt, runs=saved.runs + 1, limit=limit, evictions=evictions)

@@ -121,7 +121,7 @@ def request_of(context: Context, attempt: Attempt, choice: Choice) -> CloneReque
 
 
 def describe(choice: Choice, vms: Iterable[Vm], **figures: Any) -> Reason:
-    return Why.CHOICE(choice.why, clones=choice.kind, hosts=[vm.host for vm in vms], **figures)
+    return Why.CHOICE(choice.why, clones=choice.kind, hosts=dict.fromkeys(vm.host for vm in vms), **figures)
 
 
 def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence[Vm]) -> dict[str, str]:

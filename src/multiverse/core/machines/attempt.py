@@ -399,7 +399,9 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
 
 def _result_of(job: Job) -> Reason | None:
     """How a job has ended, in the scheduler's word; None if it does not say."""
-    return (Why.UNOPENED if job.unopened else Why.RESULT)(word=job.result) if job.result else None
+    if job.unopened or not job.result:
+        return Why.UNOPENED(word=job.result) if job.result else None
+    return Why.RESULT(word=job.result, code=job.exit_code if job.result == "FAILED" else None)
 
 
 def _after_its_run(state: State, attempt: Attempt) -> Attempt:

@@ -73,6 +73,7 @@ _FORMS: dict[str, Any] = {
     "jobs": lambda number: "1 job is" if number == 1 else f"{number} jobs are",
     "vms": lambda number: "a VM of " if number == 1 else f"{number} VMs of ",
     "vms fit": lambda number: "fits" if number == 1 else "fit",
+    "vms fit together": lambda number: "fits on no host" if number == 1 else "do not fit on all hosts together",
     "vms are": lambda number: "VM is" if number == 1 else f"{number} VMs are",
     "list": lambda texts: ", ".join(texts),
     "four": lambda texts: some(texts, 4),
@@ -171,8 +172,8 @@ class Why(StrEnum):
     NO_HOST = "no host", "no host is in sight", "no host"
     NO_IMAGE = "no image", "no host has image {image}", "image"
     TOO_LARGE = ("too large",
-        "{vms:vms}{node}[ with at most {per_host} on a host] {vms:vms fit} on no host; the largest that fits is {fit} "
-        "per node",
+        "{vms:vms}{node}[ with at most {per_host} on a host] {vms:vms fit together}; the largest "
+        "that fits is {fit} per node",
         "too large")
     UNABLE = "unable", "unable to make {clones} clones: {hosts}"
     WITHOUT_IMAGE = "without image", "without image {image}: {hosts}"
@@ -294,7 +295,7 @@ class Why(StrEnum):
         "[held by Multiverse: {held:if}]its last {runs} runs ended within {limit:g} s of their start; of the last one: "
         "{because}")
     ON_PHYSICAL = "on physical node", "it has started on a physical node of partition {partition}"
-    RESULT = "result", "{word}"
+    RESULT = "result", "{word}[ (exit code {code})]"
     UNOPENED = ("unopened",
         "{word}: the scheduler could not open its input, output or error file in its VM, and did not start it")
     SHOWN_NO_MORE = "shown no more", "the scheduler no longer shows the job"
