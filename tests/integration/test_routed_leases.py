@@ -182,6 +182,8 @@ def test_a_vm_moves_between_leases_of_one_node_and_off_it(routed: LabUnderTest, 
     """Its stream to a VM of another host goes on: from another port of the node, and then, as that lease ends, from
     another host of the VXLAN."""
     home = routed.user.home
+    for name in ("stop", "peer.listens"):  # of an earlier test
+        (home / name).unlink(missing_ok=True)
     install(home)
     peer = routed.sbatch(f"exec python3 {home}/server.py {home} peer", "-c4", "--mem=5000", "--time=15")
     until("the peer listens", (home / "peer.listens").exists, 300)
