@@ -296,7 +296,7 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
             continue
         true_reasons = {
             job.batch.problem: bool(job.batch.problem),
-            " on no host; the largest that fits is ": removed
+            "; the largest that fits is ": removed
             or not all(_surely_fits(scenario, batch) for batch in _recent_requests(job)),
             f"no user has the uid {job.batch.uid}": job.batch.uid not in scenario.world.users,
             "no VM could be created": disturbed or not boots.get(job.batch.image or "slim", False),
