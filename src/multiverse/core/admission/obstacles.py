@@ -54,11 +54,13 @@ def why_unfit(context: Context, attempt: Attempt) -> tuple[Reason | None, bool]:
 
 def why_not_restored_anywhere(context: Context, attempt: Attempt, saved: Saved) -> Reason | None:
     """Why no host that takes VMs could hold a saved job, were it empty. None: one could, or none reaches its state."""
-    claims = {} if saved.kept else claims_to_restore(context, saved)  # what is kept has its room
-    held = 0
-    for name, claim in claims.items():
-        if claim.cpus <= (host := context.hosts[name]).capacity.cpus:
-            held += attempt.request.most_on_a_host(how_many(claim, empty_capacity(host).amounts))
+    if saved.kept:  # it has its room
+        return None
+    held, claims = 0, claims_to_restore(context, saved)
+    for part in claims.parts:  # equal hosts are looked at once
+        host, claim = part.kind.host, part.value
+        if claim.cpus <= host.capacity.cpus:
+            held += attempt.request.most_on_a_host(how_many(claim, empty_capacity(host).amounts)) * len(part)
     if not claims or held >= len(saved.parts):
         return None
     if context.policy.leases and fits_on_leases(context, attempt):

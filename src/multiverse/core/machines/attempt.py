@@ -399,8 +399,10 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
 
 def _result_of(job: Job) -> Reason | None:
     """How a job has ended, in the scheduler's word; None if it does not say."""
-    if job.unopened or not job.result:
-        return Why.UNOPENED(word=job.result) if job.result else None
+    if not job.result:
+        return None
+    if job.unopened:
+        return Why.UNOPENED(word=job.result)
     return Why.RESULT(word=job.result, code=job.exit_code if job.result == "FAILED" else None)
 
 
