@@ -868,6 +868,11 @@ def host_names(settings: Settings) -> list[str]:
     return list(_classes(settings)) if settings.hosts else [settings.host.name]
 
 
+def is_host(settings: Settings) -> bool:
+    """Whether this machine is one of the hosts that the settings name. A controller's machine need not be one."""
+    return settings.host.name in host_names(settings)
+
+
 def on_machine(settings: Settings, machine: str) -> Settings:
     """The settings for the machine of that host name. With `[[hosts]]` they have its own name and the values of its
     class. A machine without a class is no host, but may be the controller's."""

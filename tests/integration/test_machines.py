@@ -40,6 +40,7 @@ pytestmark = [
 ]
 PAGE = ROOT / "docs/install.md"
 PACKAGES = ("common", "controller", "host")
+APART = "A controller without VMs"
 
 # What an administrator changes in the settings: at first the sizes, and then what a second host needs.
 EDITOR = """\
@@ -50,6 +51,26 @@ if grep -q "^memory = 3000" "$1"; then
 else
     sed -i -e 's/^cores = [0-9]*/cores = 2/' -e 's/^memory = [0-9]*/memory = 3000/' "$1"
 fi
+"""
+EDITOR_APART = """\
+#!/bin/sh -e
+cat > "$1" << end
+[[hosts]]
+nodes = "n2"
+cores = 2
+memory = 3000
+[slurm]
+conf = "/etc/slurm/slurm.conf"
+partition = "vm"
+[network]
+subnet = "10.213.0.0/16"
+gateway = "10.213.0.1"
+[vxlan]
+enabled = true
+addresses = [["ctl1", "192.0.2.1"], ["n2", "192.0.2.2"]]
+[image]
+default = "slim"
+end
 """
 # What a removal has to leave as it was. Left out is what apt, dpkg, the journal and Slurm keep of what they did, and a
 # group that Debian's libibverbs1, on which QEMU depends, makes and never removes.
@@ -226,10 +247,31 @@ def test_a_site_is_installed_grows_is_upgraded_restored_and_removed(
         took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in guide.seconds.items())
         print(f"\n{suite}: docs/install.md took {sum(guide.seconds.values()) / 60:.1f} min: {took}")
     assert not differences, "\n".join(differences)
-    assert {*guide.seconds} == {name for name, blocks in sections(suite).items() if blocks}, (
-        "all of the page was followed"
-    )
+    followed = {name for name, blocks in sections(suite).items() if blocks} - {APART}
+    assert {*guide.seconds} == followed, "all of the page was followed"
     until("the site's own jobs run", lambda: ctl1.run("srun", "hostname", user="ada").stdout == "ctl1\n")
+
+
+@pytest.mark.parametrize("suite", ["bookworm"], indirect=True)
+def test_a_controller_without_vms_has_neither_qemu_nor_an_agent(
+    machines: dict[str, FreshMachine], guide: Guide, suite: str, image: tuple[Path, Path]
+) -> None:
+    ctl1 = machines["ctl1"]
+    ctl1.put("/usr/local/bin/editor", EDITOR_APART.encode(), "755")
+    before = states(machines)
+    bring(built(suite), machines)
+    bring_image(image[0], ctl1)
+    said = guide.follow(APART)
+    assert "the settings do not name it among the hosts" in said and "Nothing is missing" in said
+    assert "up to date" in guide.follow("3. An image")
+    assert "0 wrong" in guide.follow("5. Five jobs")
+    assert ctl1.run("multiverse", "hosts", "--json").stdout.count('"state": "up"') == 1
+    assert ctl1.run("systemctl", "list-unit-files", "multiverse-agent.service", check=False).returncode
+    assert ctl1.run("sh", "-c", "command -v qemu-system-x86_64", check=False).returncode
+    guide.follow("Removal")
+    after = states(machines)
+    differences = [line for what in before for line in compared(what, before[what], after[what])]
+    assert not differences, "\n".join(differences)
 
 
 def compared(what: str, before: list[str], after: list[str]) -> list[str]:

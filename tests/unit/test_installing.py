@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from multiverse.bundles.slurm import scheduler
 from multiverse.cli import site as cli
 from multiverse.cli.commands import build
-from multiverse.config import HostSettings, JobVmSettings, QemuSettings, Settings, SlurmSettings
+from multiverse.config import HostClass, HostSettings, JobVmSettings, QemuSettings, Settings, SlurmSettings
 from multiverse.core.errors import Refused, Unknown
 from multiverse.drivers.slurm.site import conf, install, requirements
 from multiverse.drivers.slurm.site.requirements import Level, Version
@@ -296,6 +296,7 @@ def test_the_commands_show_each_line_and_ask(
     assert f"{settings.slurm.conf}, above line 5\n  + Include multiverse.conf\n" in said.output
     said = CliRunner().invoke(app, ["site", "install", "--yes"])
     assert said.exit_code == 0 and "systemctl restart slurmctld" in said.output, said.output
+    assert "systemctl enable --now multiverse-agent multiverse\n" in said.output
     assert "  + Include" not in CliRunner().invoke(app, ["site", "install", "--yes"]).output
     monkeypatch.setattr(installing, "SlurmCommands", lambda _: FakeSlurm("9\n"))
     used = CliRunner().invoke(app, ["site", "remove", "--yes"])
@@ -305,6 +306,14 @@ def test_the_commands_show_each_line_and_ask(
     said = CliRunner().invoke(app, ["site", "remove", "--yes"])
     assert said.exit_code == 0 and "  - Include multiverse.conf" in said.output
     assert tree(tmp_path) == before
+
+
+def test_on_a_controller_that_is_no_host_no_agent_is_to_be_started(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "load", lambda _: replace(settings, hosts=(HostClass("elsewhere"),)))
+    said = CliRunner().invoke(build(["site"]), ["site", "install", "--yes"])
+    assert "systemctl enable --now multiverse\n" in said.output and "agent" not in said.output
 
 
 def test_nothing_is_written_where_a_line_has_to_change(

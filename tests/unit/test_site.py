@@ -268,6 +268,18 @@ def test_the_daemon_starts_after_the_agent_and_slurm(settings: Settings) -> None
     assert rendering.AGENT_SERVICE in unit["Unit"]["Wants"]
 
 
+def test_a_controller_that_is_no_host_starts_no_agent(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = replace(settings, hosts=(HostClass("n[1-4]", cores=48),), host=replace(settings.host, name="head"))
+    assert rendering.AGENT_SERVICE not in contents(apart)
+    assert "multiverse-agent" not in contents(apart)[rendering.SERVICE]
+    monkeypatch.setattr(rendering, "SYSTEMD", tmp_path)
+    monkeypatch.setattr(rendering, "PACKAGED", {tmp_path: tmp_path, rendering.TMPFILES: tmp_path})
+    (tmp_path / rendering.AGENT_SERVICE).write_text("of earlier settings")
+    assert rendering.AGENT_SERVICE in contents(apart), "a removal takes it away"
+
+
 @pytest.mark.parametrize("name", [rendering.SERVICE, rendering.AGENT_SERVICE])
 def test_a_reload_checks_the_settings_before_they_are_read_again(settings: Settings, name: str) -> None:
     lines = [line for line in contents(settings)[name].splitlines() if line.startswith("ExecReload=")]

@@ -16,7 +16,7 @@ from multiverse.bundles.contract import Examination, SiteFiles, scheduler_bundle
 from multiverse.cli import render as output
 from multiverse.cli.arguments import DEFAULT_CONFIG, Config
 from multiverse.cli.commands import NOT_DONE
-from multiverse.config import Settings, load
+from multiverse.config import Settings, is_host, load
 from multiverse.core.errors import Refused
 from multiverse.ports.site import Addition, Finding, Level
 from multiverse.service.doctor import examine, examine_agent, examine_before
@@ -147,19 +147,20 @@ def install(config: Config = DEFAULT_CONFIG, yes: Yes = False, agent: Agent = Fa
     for addition in plan.additions:
         add(addition)
         output.say(f"changed: {addition.path}", indent=0)
-    _next_steps(agent=agent)
+    _next_steps(settings, agent=agent)
 
 
 def _above(addition: Addition) -> str:
     return f", above line {addition.at + 1}" if addition.lines else ""
 
 
-def _next_steps(*, agent: bool) -> None:
+def _next_steps(settings: Settings, *, agent: bool) -> None:
     output.console.print("Next, to start it:", markup=False)
     tmpfiles = "" if agent else "systemd-tmpfiles --create /etc/tmpfiles.d/multiverse.conf"
     start = ["systemctl enable --now multiverse-agent"]
     if not agent:
-        start = ["systemctl restart slurmctld", "systemctl enable --now multiverse-agent multiverse"]
+        services = "multiverse-agent multiverse" if is_host(settings) else "multiverse"
+        start = ["systemctl restart slurmctld", f"systemctl enable --now {services}"]
     check = f"multiverse site check{' --agent' * agent} --wait 60"
     for step in ("systemctl daemon-reload", tmpfiles, "systemctl enable --now multiverse-bridge", *start, check):
         if step:

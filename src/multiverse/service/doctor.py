@@ -14,7 +14,7 @@ from pathlib import Path
 from multiverse.api import HostView, StatusView, decode
 from multiverse.bundles.contract import Examination, platform_bundles, scheduler_bundle
 from multiverse.client import Client
-from multiverse.config import Settings, folded, host_names, web_address
+from multiverse.config import Settings, folded, is_host, web_address
 from multiverse.core.errors import MultiverseError
 from multiverse.ports.site import Finding, Level
 from multiverse.site import checking
@@ -30,10 +30,7 @@ def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True)
     yield Examination("settings", tuple(tried(partial(_settings_file, config))))
     own = _of_controller(settings, config, source)
     yield from own if lab is None else _of_lab(lab, own)
-    if settings.host.name in host_names(settings):
-        yield from _of_platforms(settings, kvm=kvm)
-    else:
-        yield Examination("this machine as a host", skipped="the settings do not name it among the hosts")
+    yield from _as_host(settings, kvm=kvm)
     yield from _through_the_daemon(settings)
 
 
@@ -43,7 +40,7 @@ def examine_before(settings: Settings, config: Path, source: Path, *, kvm: bool 
     files = scheduler_bundle(settings).files
     if files is not None:
         yield from files.before(settings, source)
-    yield from _of_platforms(settings, kvm=kvm)
+    yield from _as_host(settings, kvm=kvm)
 
 
 def examine_agent(settings: Settings, config: Path, *, kvm: bool = True, before: bool = False) -> Iterator[Examination]:
@@ -60,6 +57,14 @@ def examine_agent(settings: Settings, config: Path, *, kvm: bool = True, before:
 def _of_controller(settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
     yield from scheduler_bundle(settings).examine(settings, config, source)
     yield Examination("ports of the daemon", tuple(_ports(settings)))
+
+
+def _as_host(settings: Settings, *, kvm: bool) -> Iterator[Examination]:
+    """Examine the controller's machine as a host, if it is one."""
+    if is_host(settings):
+        yield from _of_platforms(settings, kvm=kvm)
+    else:
+        yield Examination("this machine as a host", skipped="the settings do not name it among the hosts")
 
 
 def _of_platforms(settings: Settings, *, kvm: bool) -> Iterator[Examination]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pyroute2 import IPRoute
 
-from multiverse.config import Settings, host_names, site_cpus, vxlan_address
+from multiverse.config import Settings, host_names, is_host, site_cpus, vxlan_address
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.site import bootstrap, conf, gate, install, requirements
@@ -76,7 +76,7 @@ def check_agent(settings: Settings, config: Path) -> list[Finding]:
 
 def check_network_and_agent(settings: Settings) -> Iterator[Finding]:
     """The findings on such a host that are not of its files."""
-    if settings.host.name not in host_names(settings):
+    if not is_host(settings):
         yield problem(
             "hosts",
             f"no class of hosts in the settings names {settings.host.name}: it has the values of [host]",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from multiverse.config import Settings, users_socket
+from multiverse.config import Settings, is_host, users_socket
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.identity import mac_of_address
 from multiverse.drivers.slurm.site import bootstrap, install
@@ -112,7 +112,9 @@ def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteF
         "state": settings.state_dir,
     }
     targets = {SERVICE: SYSTEMD / SERVICE, "tmpfiles.conf": TMPFILES / "multiverse.conf"}
-    return _render(settings, config, targets, values)
+    found = _render(settings, config, targets, values)
+    # The unit of an agent that is there from earlier settings is one of ours, which a removal takes away.
+    return [file for file in found if is_host(settings) or file.path.name != AGENT_SERVICE or file.path.exists()]
 
 
 def _render(
@@ -126,7 +128,7 @@ def _render(
         "bridge": settings.qemu.bridge,
         "uplink": settings.qemu.uplink,
         "bridge_service": BRIDGE_SERVICE,
-        "agent_service": AGENT_SERVICE,
+        "agent_service": AGENT_SERVICE if is_host(settings) else "",
     }
     environment = Environment(
         loader=PackageLoader("multiverse.site"), undefined=StrictUndefined, keep_trailing_newline=True
