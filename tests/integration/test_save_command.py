@@ -285,6 +285,7 @@ def save_and_kill(lab: LabUnderTest, daemon: RestartingDaemon, job: str, when: s
     until("each step was reached", lambda: goes_on() and not daemon.crash_points_left(), 60)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_from_the_checkpoint_that_it_asked_for(lab: LabUnderTest, client: Client) -> None:
     """Its VM dies. The lines that it had written after the checkpoint are written again, and are there once."""
     with more_settings(lab, "[save]\nenabled = true\ncheckpoint_every = 1\n"):

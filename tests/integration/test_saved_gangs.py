@@ -53,6 +53,7 @@ def test_steps_across_vms_end_with_their_own_exit_codes(saver: Saver, saves: int
     assert steps[-1] == ("FAILED", "5:0"), steps
 
 
+@pytest.mark.slow
 def test_a_vm_without_a_process_of_the_job_is_saved_and_takes_steps_afterwards(saver: Saver) -> None:
     job = saver.run(f"scontrol show hostnames; {TICKS}; scontrol show hostnames; srun hostname; exit 0", vms=2)
     saver.says("tick 2")
@@ -86,6 +87,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_connections_between_vms_of_a_job_go_on(saver: Saver) -> None:
     home = saver.lab.user.home
     (home / "talk.py").write_text(TALK)

@@ -132,6 +132,7 @@ def test_it_sleeps_and_wakes_again_and_its_file_is_encrypted(saver: Saver) -> No
     goes_on_and_ends(saver, job)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_still_suspended_stays_so_when_its_vm_wakes(saver: Saver) -> None:
     job = run(saver)
     suspend(saver, job)
@@ -161,6 +162,7 @@ def test_a_job_goes_on_though_nobody_hears_its_guest_any_more(saver: Saver) -> N
     goes_on_and_ends(saver, job)
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_keeps_its_memory(saver: Saver) -> None:
     job = run(saver)
     with pytest.raises(Refused, match="has not stopped"):
@@ -185,6 +187,7 @@ def test_a_sleeping_job_can_be_cancelled_at_once(saver: Saver) -> None:
     assert not Path("/sys/class/net", job.vm).exists()
 
 
+@pytest.mark.slow
 def test_slurmctld_restarts_while_a_job_sleeps(saver: Saver) -> None:
     job = run(saver)
     suspend(saver, job)
@@ -198,6 +201,7 @@ def test_slurmctld_restarts_while_a_job_sleeps(saver: Saver) -> None:
     goes_on_and_ends(saver, job)
 
 
+@pytest.mark.slow
 def test_what_stands_in_is_started_again_when_it_has_ended(saver: Saver) -> None:
     job = run(saver)
     suspend(saver, job)
