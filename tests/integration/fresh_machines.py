@@ -30,7 +30,7 @@ OLD_GROUPS = [path for path in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgr
 ADDRESSES = {"ctl1": "192.0.2.1", "n2": "192.0.2.2"}
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# What a site's machine has before: Slurm, sshd, and a user.
+# What a site's machine has before: what each Debian that boots has, Slurm, sshd, and a user.
 _INSTALL = """\
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 if ! dpkg -s slurmctld > /dev/null 2>&1; then
@@ -38,7 +38,7 @@ if ! dpkg -s slurmctld > /dev/null 2>&1; then
     chmod 755 /usr/sbin/policy-rc.d
     apt-get update -qq
     apt-get install -y -qq --no-install-recommends systemd systemd-sysv dbus libpam-systemd \\
-        openssh-server openssh-client python3 iproute2 nftables munge slurmctld slurmd slurm-client
+        openssh-server openssh-client python3 iproute2 nftables e2fsprogs kmod munge slurmctld slurmd slurm-client
     apt-get autoremove -y -qq
     rm /usr/sbin/policy-rc.d /etc/ssh/ssh_host_*
     useradd --create-home --shell /bin/bash ada
