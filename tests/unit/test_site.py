@@ -540,6 +540,31 @@ def test_it_is_found_out_whether_slurms_user_can_write_hints(request: pytest.Fix
     assert f"cannot pass through {inbox.parent}" in (bootstrap.why_not_writable(inbox, user) or "")
 
 
+def test_a_daemon_that_has_not_opened_the_gate_yet_is_found(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = ""
+
+    class Slurm:
+        def __init__(self, _: SlurmSettings) -> None: ...
+
+        async def run(self, *_: str) -> str:
+            return shown
+
+    monkeypatch.setattr(checking, "SlurmCommands", Slurm)
+    site = site_of(settings)
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as daemon:
+        running = replace(settings, socket=Path(short) / "api.sock")
+        examine = checking.parts(running, CONFIG, site, RELEASE)["daemon"]
+        assert [one.name for one in examine()] == [rendering.SERVICE], "Slurm is not asked"
+        daemon.bind(str(running.socket))
+        daemon.listen()
+        (found,) = examine()
+        assert found.level is Level.PROBLEM and found.name == f"reservation {settings.slurm.gate_feature}"
+        shown = f"ReservationName=other State=ACTIVE\nReservationName={settings.slurm.gate_feature} State=ACTIVE\n"
+        assert not [*examine()]
+
+
 def test_where_steps_launch_vms_slurm_loads_no_plugin_and_limits_jobs_by_control_groups(settings: Settings) -> None:
     by_tasks = replace(settings, job_vms=replace(settings.job_vms, enabled=True, design="tasks"))
     with_plugin = replace(settings, job_vms=replace(settings.job_vms, enabled=True))

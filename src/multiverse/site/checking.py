@@ -57,7 +57,7 @@ def parts(settings: Settings, config: Path, site: SiteConf, release: requirement
         "job_submit.lua and epilog": lambda: _scripts(settings, site),
         "inbox, bridge, image and munge key": lambda: _machine(settings, site),
         "slurmctld": lambda: _slurmctld(settings, site),
-        "daemon": lambda: _answers(settings.socket, SERVICE, "the daemon"),
+        "daemon": lambda: _daemon(settings),
     }
 
 
@@ -280,6 +280,21 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     except (Gone, Refused):
         message = f"slurmctld does not know the partition {partition}"
         yield problem("slurmctld", message, "run scontrol reconfigure")
+
+
+def _daemon(settings: Settings) -> Iterator[Finding]:
+    """Whether the daemon answers, and has made the reservation without which no job can be submitted."""
+    silent = [*_answers(settings.socket, SERVICE, "the daemon")]
+    yield from silent
+    gate = settings.slurm.gate_feature
+    if not silent and f"ReservationName={gate} " not in asyncio.run(
+        SlurmCommands(settings.slurm).run("scontrol", "show", "reservation", "--oneliner")
+    ):
+        yield problem(
+            f"reservation {gate}",
+            f"no job can be submitted to partition {settings.slurm.partition}, because the reservation is missing",
+            "wait: the daemon makes it within a minute; if it does not, see journalctl -u multiverse",
+        )
 
 
 def is_ready(found: list[Finding]) -> bool:
