@@ -297,7 +297,10 @@ def claims_to_restore(context: Context, saved: Saved) -> HostMap[Size]:
 
 
 def supply_missing(context: Context, missing: VmsMissing) -> None:
-    """Plan the VMs that an attempt lacks, or give its job back to the gate if there is no room for them."""
+    """Plan the VMs that an attempt lacks, or give its job back to the gate if there is no room for them now.
+
+    Its reason is then why it lacks them. The room may lack because the failed VMs are not gone yet, and admission says
+    what the job waits for."""
     state = context.state
     attempt = state.attempts.get(missing.attempt)
     if attempt is None or not context.world.sees_hosts:
@@ -314,7 +317,7 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     chosen = place_vms(context, room, wanted, claims, attempt, HostLimits(limit=others_on(state, attempt)))
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
-        why = Why.AND(missing.reason, Why.IMAGELESS() if imageless else Why.NO_ROOM_LEFT())
+        why = Why.AND(missing.reason, Why.IMAGELESS()) if imageless else missing.reason
         state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=missing.counts and not imageless))
         return
     story = describe(choice, vms, **placed_by(context, attempt, choice, vms))

@@ -321,7 +321,6 @@ class Why(StrEnum):
     STARTED_AFTER_ALL = "started after all", "the job started after all"
     TIED = "tied", "its job is tied to its nodes"
     NO_USER_ADDED = "no user added", "its job started when no user was added any more"
-    NO_ROOM_LEFT = "no room left", "no room for another VM"
     IMAGELESS = "imageless", "no host has its image"
     FAULT = "fault", "a fault of Multiverse, please report it: {because}"
     # --- what an attempt's VMs are, and why ---
