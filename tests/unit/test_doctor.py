@@ -346,6 +346,8 @@ def test_a_host_that_is_not_up_is_found_with_what_to_do() -> None:
     assert only.level is Level.PROBLEM and "9000 MiB are declared" in only.message
     (only,) = doctor.of_host(replace(HOST, images={}))
     assert "no image" in only.message
+    (only,) = doctor.of_host(replace(HOST, lacks=("stock",)))
+    assert only.level is Level.NOTE and "no image stock" in only.message and "push stock h1" in only.remedy
 
 
 def test_alerts_are_findings_with_their_remedies() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.padding import Padding
@@ -20,6 +20,7 @@ from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.config import folded, host_names, load, names_of_hosts
 from multiverse.core.errors import MultiverseError, Refused
+from multiverse.images.catalog import Flavour
 
 # --- multiverse hosts -------------------------------------------------------------------------------
 
@@ -54,6 +55,7 @@ def _show(*, json: bool) -> None:
         render.say(text, indent=0, style="dim")
     for one in found:
         _show_trouble(one)
+    _show_lacking(found)
     _show_alike(found)
 
 
@@ -117,6 +119,22 @@ def _show_trouble(host: api.HostView) -> None:
         render.console.print(Text(render.plain(line.plain).plain, spans=line.spans))
     if host.todo:
         render.console.print(Padding(render.plain(f"to do: {host.todo}"), (0, 0, 0, 2), expand=False))
+
+
+def _show_lacking(found: Sequence[api.HostView]) -> None:
+    """Images that the settings name, with the hosts that lack them."""
+    lacking: dict[str, list[str]] = {}
+    for one in found:
+        for image in one.lacks:
+            lacking.setdefault(image, []).append(one.name)
+    for image, names in lacking.items():
+        where = folded(names)
+        what = image if image in get_args(Flavour) else f"FILE.toml --name {image}"
+        render.say(f"{where}: no image {image}, so no job of that image starts there", indent=0, style="yellow")
+        render.say(
+            "to do: if the controller's machine has it, it is copied there once a job waits for it, or at once:"
+            f" multiverse image push {image} {where}; if not, build it there: multiverse image build {what}"
+        )
 
 
 def _leased(lease: api.LeaseView) -> str:

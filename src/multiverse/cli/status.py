@@ -19,6 +19,7 @@ from multiverse.core.errors import Refused, Unknown
 
 # --- multiverse status ------------------------------------------------------------------------------
 
+PATIENCE = 5.0  # seconds for which an answer of a source may be awaited until that is said
 ALERTS_PRESENT = 1  # the exit status when there is an alert with something to do
 
 
@@ -57,8 +58,11 @@ def _show(found: StatusView) -> None:
     for pool in found.pools:
         _line("pool", _pool(pool))
     render.console.print()
+    late = [source for source in found.sources if source.known and source.awaited > PATIENCE]
+    for source in late:
+        _show_late(source)
     if not found.alerts:
-        render.console.print("No alerts.", style="green")
+        render.console.print("No alerts yet." if late else "No alerts.", style="" if late else "green")
     for alert in found.alerts:
         _show_alert(alert)
 
@@ -67,6 +71,16 @@ def _source(source: SourceView) -> str:
     if source.known:
         return f"observed {render.duration(source.age)} ago"
     return f"unknown for {render.duration(source.unknown_for)}"
+
+
+def _show_late(source: SourceView) -> None:
+    """A source that is slow to answer may still do so, so this is no alert, and does not change the exit status."""
+    what, check = (
+        ("the scheduler", "scontrol ping") if source.name == "scheduler" else (source.name, "multiverse hosts")
+    )
+    since = render.moment(time.time() - source.awaited)
+    render.say(f"{what} has not answered since {since} ({render.duration(source.awaited)})", indent=0, style="yellow")
+    render.say(f"to do: see whether it answers: {check}; if it fails to, an alert says why")
 
 
 def _pool(pool: PoolView) -> str:

@@ -208,7 +208,7 @@ class Backend:
                 for name, why in sorted(controller.state.placement_faults.items())
             ),
             *alerts.evictions_held_back(controller.held_evictions(), controller.policy, now),
-            *(alerts.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
+            *(alerts.failing_effect(one, rows, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
             *(alerts.ORPHAN(name=name) for name in controller.orphans()),
             *(api.Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
             *(alerts.of_reload(self.reload.mistakes, self.reload.waiting) if self.reload else ()),
@@ -314,6 +314,7 @@ class Backend:
             controller.held_back(),
             {names[one.effect.key]: one.reason for one in fences},
             controller.staying(),
+            frozenset((controller.policy.image, *(pool.image for pool in controller.policy.pools))),
         )
         return host_views(rows, controller.world(), self.clock.now(), troubles)
 

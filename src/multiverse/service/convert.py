@@ -179,6 +179,7 @@ def source_view(source: Observer[Any], now: float) -> api.SourceView:
         age=now - source.latest.began if source.latest else 0.0,
         unknown_for=0.0 if source.latest else now - source.since,
         failure=source.failure,
+        awaited=0.0 if source.asked is None else now - source.asked,
     )
 
 

@@ -151,6 +151,13 @@ def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
             "it has no image, so no VM can be made there",
             f"multiverse image push NAME {host.name}, or set image.source",
         )
+    elif host.lacks:
+        yield note(
+            f"images of {host.name}",
+            f"it has no image {', '.join(host.lacks)}, so no job of that image starts there",
+            f"it is copied there once a job waits for it, if the controller's machine has it: multiverse image list; "
+            f"at once: multiverse image push {host.lacks[0]} {host.name}",
+        )
     if host.accelerator == "tcg":
         yield note(
             f"KVM on {host.name}",
