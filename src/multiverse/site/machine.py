@@ -242,7 +242,9 @@ def _of_kvm(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         yield note(
             "KVM",
             f"KVM does not run guests, so they are emulated, several times slower: {facts.kvm}",
-            "enable virtualisation in the firmware, load kvm_intel or kvm_amd, and check the rights of /dev/kvm",
+            "enable virtualisation in the firmware (of a virtual machine: nested virtualisation on its host), load "
+            "kvm_intel or kvm_amd, and check the rights of /dev/kvm; if there is none, no action is needed, or "
+            'set accel = "tcg" in [qemu], so that it is not tried any more',
         )
 
 
@@ -281,7 +283,8 @@ def _of_memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         yield note(
             "host.memory",
             f"{host.memory} MiB are declared for VMs, and {facts.memory_available} MiB are available now",
-            "no action is needed if VMs have the rest; or else declare less in [host]",
+            f"no action is needed if VMs have the rest; or else set memory = {facts.memory_available} in [host], or in "
+            "this host's class",
         )
 
 
