@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from multiverse.api import Alert
+from multiverse.api import Alert, AlertKind
 from multiverse.cli import status
 from multiverse.controller.effects import Failure
 from multiverse.core.errors import Broken, Refused
@@ -304,6 +304,13 @@ def test_status_exits_with_1_if_there_is_an_alert(monkeypatch: pytest.MonkeyPatc
     assert run(monkeypatch, RepairingClient(), "status").exit_code == 0
     assert run(monkeypatch, RepairingClient(SOURCE_ALERT), "status").exit_code == status.ALERTS_PRESENT
     assert run(monkeypatch, RepairingClient(SOURCE_ALERT), "status", "--json").exit_code == status.ALERTS_PRESENT
+
+
+def test_each_alert_has_a_heading_that_says_what_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(status.WHAT) == set(get_args(AlertKind))
+    twice = (SOURCE_ALERT | {"name": "vm", "kind": "unserved"}, SOURCE_ALERT | {"name": "vm", "kind": "effect"})
+    shown = run(monkeypatch, RepairingClient(*twice), "status").stdout
+    assert "vm (setting of Slurm that does not reach VMs)" in shown and "vm (repeated failure)" in shown
 
 
 def test_a_permanent_alert_is_shown_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

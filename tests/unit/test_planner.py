@@ -1045,7 +1045,7 @@ def test_a_failed_attempt_waits_for_its_jobs_cancellation() -> None:
     harness.to_claimed()
     (vm,) = harness.all_vms()
     harness.run(failed(vm, EffectKind.CREATE, Gone("no luck")))
-    assert harness.attempt().outcome == "failed" and text_of(harness.attempt().reason).endswith("1 attempts: no luck")
+    assert harness.attempt().outcome == "failed" and text_of(harness.attempt().reason).endswith("1 attempt: no luck")
     harness.clear()
     harness.run()
     harness.run()

@@ -20,6 +20,7 @@ from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.config import folded, host_names, load, names_of_hosts
 from multiverse.core.errors import MultiverseError, Refused
+from multiverse.core.model.basics import number_of
 from multiverse.images.catalog import Flavour
 
 # --- multiverse hosts -------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def _machine(host: api.HostView) -> Iterator[str]:
         return
     kinds = [kind for kind in _CLONE_KINDS if kind in host.abilities]
     yield (
-        f"{host.machine.cpus} CPUs, {render.memory(host.machine.memory)}"
+        f"{number_of(host.machine.cpus, 'CPU')}, {render.memory(host.machine.memory)}"
         + (f", runs {host.accelerator}" if host.accelerator else "")
         + (f"; clones: {', '.join(kinds)}" if kinds else "")
         + (f"; features: {', '.join(host.features)}" if host.features else "")
@@ -177,7 +178,8 @@ def _nodes(host: api.HostView) -> Iterator[str]:
         cpus = folded(map(str, node.cpus))
         yield (
             f"NUMA node {node.number}: CPUs {cpus.strip('[]')}, {render.memory(node.free)} of"
-            f" {render.memory(node.memory)} free; VMs have {node.taken.cpus} CPUs, {render.memory(node.taken.memory)}"
+            f" {render.memory(node.memory)} free; VMs have {number_of(node.taken.cpus, 'CPU')},"
+            f" {render.memory(node.taken.memory)}"
         )
 
 

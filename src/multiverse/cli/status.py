@@ -16,6 +16,7 @@ from multiverse.cli import progress, render
 from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.core.errors import Refused, Unknown
+from multiverse.core.model.basics import number_of
 
 # --- multiverse status ------------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ def _show_late(source: SourceView) -> None:
 
 
 def _pool(pool: PoolView) -> str:
-    size = f" of {pool.cpus} CPU, {render.memory(pool.memory)}" if pool.cpus else ""
+    size = f" of {number_of(pool.cpus, 'CPU')}, {render.memory(pool.memory)}" if pool.cpus else ""
     offered = f", {pool.offered} on offer" if pool.offered else ""
     creating = f", {pool.creating} being created" if pool.creating else ""
     return (
@@ -93,9 +94,34 @@ def _pool(pool: PoolView) -> str:
     )
 
 
+WHAT = {
+    "source": "no answer",
+    "hints": "no hints of new jobs",
+    "store": "database",
+    "memory": "memory of a host",
+    "disk": "disk of a host",
+    "image": "image",
+    "quarantine": "record in quarantine",
+    "back-off": "job without VMs",
+    "avoided": "host that is avoided",
+    "placement": "placement policy",
+    "settings": "settings",
+    "template": "broken template",
+    "effect": "repeated failure",
+    "host": "host out of reach",
+    "fenced": "fenced hosts",
+    "user": "unknown user",
+    "eviction": "eviction held back",
+    "orphan": "without a record",
+    "nodes": "number of nodes in Slurm",
+    "unserved": "setting of Slurm that does not reach VMs",
+}
+"""What an alert of each kind is of: its name is that of a record, a host, a partition or a user."""
+
+
 def _show_alert(alert: Alert) -> None:
     """The message, the remedy, and what a repair would do, below the alert's name."""
-    render.console.print(Text(alert.name, style="bold red"))
+    render.console.print(Text.assemble((alert.name, "bold red"), (f" ({WHAT[alert.kind]})", "dim")))
     lines = [Text(alert.message), Text(f"to do: {alert.remedy}")]
     if alert.repair:
         flag = " --fenced" if alert.needs_fenced else ""
@@ -222,14 +248,14 @@ def prune(
     with Client() as client, progress.step("examining the records of what has ended", "records examined"):
         found = decode(PruneView, client.prune(age, dry_run=dry_run))
     counts = {
-        "attempts": found.attempts,
-        "VMs": found.vms,
-        "offers": found.offers,
-        "templates": found.templates,
-        "leases": found.leases,
-        "journal entries": found.journal,
+        "attempt": found.attempts,
+        "VM": found.vms,
+        "offer": found.offers,
+        "template": found.templates,
+        "lease": found.leases,
     }
-    text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    journal = number_of(found.journal, "journal entry", "journal entries")
+    text = ", ".join([*(number_of(count, what) for what, count in counts.items()), journal])
     verb = "would be deleted" if found.dry_run else "deleted"
     render.console.print(f"{verb}, ended more than {span(found.older_than)} ago: {text}", markup=False, soft_wrap=True)
 

@@ -14,6 +14,7 @@ from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.core.errors import Refused
+from multiverse.core.model.basics import number_of
 
 MOST_JOBS = 40  # jobs that are printed where there is no screen
 
@@ -53,7 +54,7 @@ def show(snapshot: Snapshot) -> None:
     for line in (heading, *rows):
         console.print(line)
     if len(jobs) > MOST_JOBS:
-        console.print(Text(f"and {len(jobs) - MOST_JOBS} more jobs: multiverse jobs", style="dim"))
+        console.print(Text(f"and {number_of(len(jobs) - MOST_JOBS, 'more job')}: multiverse jobs", style="dim"))
 
 
 # --- what is shown of a snapshot: lines and rows for a terminal of some width -----------------------
@@ -76,10 +77,10 @@ def head(snapshot: Snapshot, width: int) -> list[Text]:
     memory = [sum(host.usable.memory for host in up), sum(host.claimed.memory for host in up)]
     stages = ("waiting", "provisioning", "running", "ending")
     counts = [Text(f"{summary.jobs[stage]} {_WORDS.get(stage, stage)}", style=_STYLES[stage]) for stage in stages]
-    hosts = f"  {len(snapshot.vms)} VMs on {len(up)} of {len(snapshot.hosts)} hosts"
+    hosts = f"  {number_of(len(snapshot.vms), 'VM')} on {len(up)} of {number_of(len(snapshot.hosts), 'host')}"
     first = Text.assemble((summary.site, "bold"), "  ", Text(", ").join(counts), hosts)
     free = Text.assemble(
-        ("free ", "bold"), f"{max(0, cpus[0] - cpus[1])} of {cpus[0]} CPUs, ",
+        ("free ", "bold"), f"{max(0, cpus[0] - cpus[1])} of {number_of(cpus[0], 'CPU')}, ",
         f"{render.memory(max(0, memory[0] - memory[1]))} of {render.memory(memory[0])}",
     )  # fmt: skip
     lines = [first, free, _rates(snapshot, width), _latencies(snapshot, width)]
@@ -140,7 +141,7 @@ def _host_line(host: HostView, vms: Sequence[VmView], longest: int, width: int) 
     if host.state != "up":
         line.append_text(render.state(host.state)).append(" ")
     cpus, memory = host.usable.cpus - host.claimed.cpus, host.usable.memory - host.claimed.memory
-    free = f" {cpus:>3} CPUs {render.memory(memory):>9} free"
+    free = f" {number_of(cpus, 'CPU'):>8} {render.memory(memory):>9} free"
     cells = _cells(host, vms)
     room = max(8, width - line.cell_len - len(free))
     if host.away_since is not None:

@@ -15,6 +15,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 from multiverse.api import Snapshot, decode
 from multiverse.cli import top
 from multiverse.core.errors import MultiverseError
+from multiverse.core.model.basics import number_of
 
 INTERVAL = 1.0  # seconds between two snapshots
 SCROLLBAR = 2  # columns of one
@@ -129,5 +130,6 @@ class TopScreen(App[None]):
             table.scroll_to(scrolled.x, scrolled.y, animate=False)
         chosen = [f"{self._stage} only" if self._stage else "", f"with “{words}”" if words else ""]
         more = f", the first {MOST_ROWS} are shown" if len(jobs) > MOST_ROWS else ""
-        table.border_title = f"{len(jobs)} of {len(snapshot.jobs)} jobs{more} {' '.join(filter(None, chosen))}".strip()
+        shown = f"{len(jobs)} of {number_of(len(snapshot.jobs), 'job')}{more}"
+        table.border_title = " ".join(filter(None, (shown, *chosen)))
         table.styles.border_top = ("solid", "gray")

@@ -188,6 +188,7 @@ class _Judge:
             if need > have:
                 beside = bool(build.memory) and what in amounts[1:3]
                 held = what == "MiB of memory" and name in self._room.tight
+                what = "CPU" if (need, what) == (1, "CPUs") else what
                 return False, Why.LACKS(need=need, what=what, beside=int(beside), held=int(held)), max(0, have)
         return None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Broken, MultiverseError, Refused
+from multiverse.core.model.basics import number_of
 from multiverse.core.model.machine import HOST_CPU
 from multiverse.host import cgroups, path_security
 from multiverse.host.qemu import abilities, cpus
@@ -292,7 +293,8 @@ def _of_cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     if settings.host.cores > facts.cpus:
         yield note(
             "host.cores",
-            f"{settings.host.cores} CPUs are declared for VMs, but the machine has {facts.cpus}: jobs will share them",
+            f"host.cores declares {number_of(settings.host.cores, 'CPU')} for VMs, but the machine has {facts.cpus}: "
+            "jobs will share them",
             f"set cores = {facts.cpus} in [host], or in this host's class, unless that is meant",
         )
 

@@ -38,7 +38,7 @@ from multiverse.core.clones.spares import give_back, parked_for
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import replace_vms, return_attempt
 from multiverse.core.machines.vm import plan_vm
-from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.basics import CloneKind, Depth, Size, number_of
 from multiverse.core.model.host import Claim
 from multiverse.core.model.identity import mac_of, token_of, vm_name
 from multiverse.core.model.job import Attempt
@@ -129,7 +129,7 @@ def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence
     if not made or len(context.hosts) < 2:
         return {}
     able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
-    which = f"{len(able)} hosts"
+    which = number_of(len(able), "host")
     if choice.forks:
         which = f"{len(wish_of(context, attempt, able).ready())} of {which} with its template"
     name = placement_of(context, attempt)
