@@ -32,6 +32,8 @@ def decode(of: type[T], document: Any) -> T:
 
 # --- jobs -------------------------------------------------------------------------------------------------
 
+STAGES = ("waiting", "provisioning", "running", "ending")  # of a job, in order
+
 
 @dataclass(frozen=True, slots=True)
 class JobUsageView:

@@ -46,13 +46,12 @@ def jobs(
     Tasks of an array that wait are one row; --json has each of them. --user and --state may be repeated."""
     users, states = _words(user), {word.lower() for word in _words(state)}
     if unknown := states - _STATES:
-        known = ", ".join(dict.fromkeys((*_STAGES, *map(str, AttemptState))))
+        known = ", ".join(dict.fromkeys((*api.STAGES, *map(str, AttemptState))))
         raise Refused(f"{', '.join(sorted(unknown))}: there is no such state", hint=f"give some of {known}")
     watched(lambda: _show(job, users, states, ended=ended, json=json), again=watch)
 
 
-_STAGES = ("waiting", "provisioning", "running", "ending")
-_STATES = {*_STAGES, *map(str, AttemptState)}
+_STATES = {*api.STAGES, *map(str, AttemptState)}
 _MOST = 10_000  # ended attempts among which --user and --state choose
 
 

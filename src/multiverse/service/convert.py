@@ -28,8 +28,6 @@ Tell = Callable[[Reason | None], str]  # words a reason, as far as whoever asks 
 
 # --- jobs -------------------------------------------------------------------------------------------------
 
-STAGES = ("waiting", "provisioning", "running", "ending")
-
 UNKNOWN_ORDER = 1 << 52
 """The place of a job that the scheduler does not show: behind all others. JavaScript can represent it."""
 
@@ -48,7 +46,7 @@ _STAGE_OF_A_JOB = {
 def stage_counts(attempts: Iterable[Attempt]) -> dict[str, int]:
     """The number of these live attempts in each stage that a user knows."""
     found = Counter(_STAGE_OF_A_JOB[one.state] for one in attempts)
-    return {stage: found[stage] for stage in STAGES}
+    return {stage: found[stage] for stage in api.STAGES}
 
 
 class ShownJob(NamedTuple):
