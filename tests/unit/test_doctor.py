@@ -30,6 +30,7 @@ from multiverse.config import (
     WebSettings,
 )
 from multiverse.core.errors import Unknown
+from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.site import install, requirements
 from multiverse.drivers.slurm.site.conf import SiteConf, kill_wait, munge_socket
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
@@ -37,7 +38,7 @@ from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import package_version
 from multiverse.service import alerts, doctor
 from multiverse.service.lab_advice import in_lab
-from multiverse.site import machine
+from multiverse.site import checking, machine
 from multiverse.site.machine import FileSystem, MachineFacts
 from multiverse.system import kernel
 
@@ -309,6 +310,26 @@ def test_a_labs_user_is_told_what_lab_up_does_and_never_of_files_or_services_of_
     machines = [replace(GOOD, cpus=4, memory=100, memory_available=90), replace(GOOD, kvm="it hangs")]
     remedies = [in_lab(lab, each.remedy) for facts in machines for each in found(facts)]
     assert len(remedies) == 3 and not [one for one in remedies if "[" in one or "class" in one]
+
+
+def test_a_slurmctld_that_is_down_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "multiverse.toml"
+    slurm = SlurmSettings(conf=config.with_name("slurm.conf"), inbox=tmp_path / "inbox")
+    slurm.conf.write_text("ClusterName=c\nSlurmctldHost=localhost(127.0.0.1)\nSlurmUser=root\n")
+    monkeypatch.setattr(of_slurm.checking, "release_of", lambda _: Version(22, 5))
+    waited = []
+
+    async def hangs(_argv: object, _env: object, timeout: float) -> None:
+        waited.append(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(SlurmCommands.__init__, "__defaults__", (None, hangs))
+    found = {one.name: one for one in of_slurm.SLURM.examine(Settings(slurm=slurm), config, slurm.conf)}
+    assert waited == [checking.PATIENCE]
+    (only,) = found["slurmctld"].findings
+    assert only.message == "slurmctld does not answer: scontrol did not end within 5 s" and "see its log" in only.remedy
+    assert {found[name].skipped for name in ("slurmd in the guests", "reservations")} == {"slurmctld does not answer"}
+    assert found["node sets"].skipped == ""
 
 
 def test_the_munge_that_slurm_uses_is_the_one_that_is_tried(tmp_path: Path) -> None:
