@@ -35,7 +35,7 @@ _START_BRIDGE = "systemctl enable multiverse-bridge and systemctl restart multiv
 
 
 PATIENCE = 5.0  # seconds
-SLURMCTLD, NO_ANSWER = "slurmctld", "slurmctld does not answer"
+NO_ANSWER = "slurmctld does not answer"
 
 Part = Callable[[], Iterable[Finding]]  # a part of an examination
 
@@ -60,7 +60,7 @@ def parts(settings: Settings, config: Path, site: SiteConf, release: requirement
         FILES: lambda: [*_differences(render(settings, config, site)), *_clients(settings, release)],
         "job_submit.lua and epilog": lambda: _scripts(settings, site),
         "inbox, bridge, image and munge key": lambda: _machine(settings, site),
-        SLURMCTLD: lambda: _slurmctld(settings, site),
+        "slurmctld": lambda: _slurmctld(settings, site),
         "daemon": lambda: _answers(settings.socket, SERVICE, "the daemon"),
     }
 
@@ -279,7 +279,7 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     try:
         shown = asyncio.run(commands.run("scontrol", "show", "config"))
     except Unknown as error:
-        yield problem(SLURMCTLD, f"{NO_ANSWER}: {error.message}", "start slurmctld; if it runs, see its log")
+        yield problem("slurmctld", f"{NO_ANSWER}: {error.message}", "start slurmctld; if it runs, see its log")
         return
     match = re.search(r"^MaxNodeCount\s*=\s*(\d+)", shown, re.MULTILINE)
     configured = site.number("MaxNodeCount") or 0
