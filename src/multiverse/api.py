@@ -32,6 +32,8 @@ def decode(of: type[T], document: Any) -> T:
 
 # --- jobs -------------------------------------------------------------------------------------------------
 
+STAGES = ("waiting", "provisioning", "running", "ending")  # of a job, in order
+
 
 @dataclass(frozen=True, slots=True)
 class JobUsageView:
@@ -283,6 +285,9 @@ class HostView:
     lease: LeaseView | None = None  # of a leased host
     numa: tuple[NumaView, ...] = ()  # while it is in reach; empty in snapshots
     faults: tuple[HostFaultView, ...] = ()
+    # The images of jobs that name none and of pools that it lacks, in reach. The controller copies them there once they
+    # are wanted, if it has them.
+    lacks: tuple[str, ...] = ()
     # The machine that VMs see, on hosts from and to which they move while they run; empty: none do. VMs move between
     # hosts of which this is the same.
     moves: str = ""
@@ -388,6 +393,7 @@ class SourceView:
     age: float  # since the last successful one began; 0: there is none
     unknown_for: float  # how long every observation has failed
     failure: str  # the last error
+    awaited: float = 0.0  # how long the observation that runs has waited for its answer; 0: none runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,10 @@ class SlurmSettings:
     """The directory of Slurm's commands. Not set: they are found on PATH."""
     partition: str = "vm"
     """The partition of VMs. Users submit jobs to it, and jobs wait and run in it."""
+    limits: Annotated[str, Example('"MaxTime=2-0 DefaultTime=1:00:00 AllowGroups=staff"')] = ""
+    """The limits of that partition, as on its line in slurm.conf: keys such as MaxTime, DefaultTime, AllowGroups,
+    AllowAccounts and QOS. With `[[overflow]]` it has those of the partition that overflows instead. After a change:
+    `multiverse site install`, then `scontrol reconfigure`."""
     gate_feature: str = "mvgate"
     """The feature that waiting jobs ask for (the gate). Only nodes that never run a job have it."""
     licence: str = "vm"
@@ -1174,6 +1178,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_mounts(s.mounts)
     if not re.fullmatch(r"[^\s,=#\"']+", s.slurm.partition):
         yield "slurm.partition: must be the name of one partition, without blanks, commas, quotes, '=' and '#'"
+    if not all(re.fullmatch(r"[A-Za-z]+=[^\s\"'#\\]+", word) for word in s.slurm.limits.split()):
+        yield "slurm.limits: must be words such as MaxTime=2-0, without quotes"
     if not any("{host}" in word for word in s.agent.connect):
         yield "agent.connect: must name the host, as {host}"
     yield from _wrong_fence(s)

@@ -54,7 +54,7 @@ def test_a_site_is_installed_used_and_removed(machine: SiteMachine) -> None:
     used = machine.run("sbatch", "--partition=vm", "--time=5", "--wrap=sleep 300", uid=ADA_UID, cwd="/tmp").stdout
     job = used.split()[-1]
     refused = machine.run("multiverse", "site", "remove", "--yes", check=False)
-    assert refused.returncode == 1 and f"1 jobs in partition vm: {job}" in refused.stdout, refused.stdout
+    assert refused.returncode == 1 and f"1 job in partition vm: {job}" in refused.stdout, refused.stdout
     machine.run("scancel", job)
     until("nothing is used", lambda: machine.run("multiverse", "vms", "--json").stdout.strip() == "[]", limit=120)
     until("the job has left", lambda: not machine.run("squeue", "-hap", "vm").stdout, limit=60)

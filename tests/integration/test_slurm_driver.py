@@ -478,13 +478,13 @@ async def publish(scheduler: SlurmScheduler) -> AsyncIterator[Callable[..., Awai
 
 LARGEST = (Size(2, 1500, 65536), Size(4, 700, 65536))
 TOO_LARGE = {
-    "memory": (("--mem=1501",), "1 CPUs and 1501 MiB"),
-    "memory with an image": (("--mem=1501", "-C", "slim&instant"), "1 CPUs and 1501 MiB"),
+    "memory": (("--mem=1501",), "1 CPU and 1501 MiB"),
+    "memory with an image": (("--mem=1501", "-C", "slim&instant"), "1 CPU and 1501 MiB"),
     "memory per CPU": (("-n1", "-c2", "--mem-per-cpu=751"), "2 CPUs and 1502 MiB"),
     "default memory per CPU": (("-n5",), "5 CPUs and 750 MiB"),
     "CPUs": (("-n3", "--mem=1500"), "3 CPUs and 1500 MiB"),
     "memory of the size with more CPUs": (("-n4", "--mem=701"), "4 CPUs and 701 MiB"),
-    "each node of several": (("-N2", "--mem=1501"), "1 CPUs and 1501 MiB"),
+    "each node of several": (("-N2", "--mem=1501"), "1 CPU and 1501 MiB"),
     "disk": (("--tmp=200G",), "204800 MiB"),
 }
 

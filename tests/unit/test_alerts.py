@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from multiverse.api import Alert
+from multiverse.api import Alert, AlertKind
 from multiverse.cli import status
 from multiverse.controller.effects import Failure
 from multiverse.core.errors import Broken, Refused
@@ -173,7 +173,23 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_back_off() -> None:
     assert not [t for t in seen(harness) if t.kind == "back-off"]
 
 
+EMPTY = PlannerHarness().rows
 RELEASE = Failure(Effect(EffectKind.RELEASE, Key("vm", 3)), 5, "refused", 16.0)
+
+
+def test_an_effect_that_fails_is_told_in_words_that_name_the_job_or_the_vm() -> None:
+    harness = PlannerHarness()
+    harness.to_allocated()
+    (vm,) = harness.all_vms()
+    told = {
+        EffectKind.PIN: (Key("attempt", 1), "tying job 7 to its VMs, so that Slurm starts it there, failed 5 times"),
+        EffectKind.RELEASE: (vm.key, f"ending VM {vm.name} of job 7 failed 5 times"),
+        EffectKind.FENCE: (Key("host", 1), "fencing host h1 failed 5 times"),
+    }
+    for kind, (key, words) in told.items():
+        one = failing_effect(Failure(Effect(kind, key, "h1"), 5, "refused", 16.0), harness.rows, 0.0)
+        assert one.message == f"{words} in a row: refused"
+    assert set(alerts.DOING) == set(EffectKind)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +207,7 @@ RELEASE = Failure(Effect(EffectKind.RELEASE, Key("vm", 3)), 5, "refused", 16.0)
             ("5 min", "up to 2 s late", "multiverse.lua", "/run/mv/inbox", "SlurmUser"),
         ),
         (alerts.STORE(seconds=7200.0, reason="disk is full"), "store", ("2 h", "disk is full", "make room")),
-        (failing_effect(RELEASE, 0.0), "vm-3", ("release of vm 3 failed 5 times", "16 s")),
+        (failing_effect(RELEASE, EMPTY, 0.0), "vm-3", ("ending vm 3 failed 5 times", "16 s")),
         (alerts.ORPHAN(name="mvtest0-9"), "mvtest0-9", ("no record explains it", "two observations")),
     ],
 )
@@ -252,7 +268,7 @@ class RepairingClient:
     """A client whose daemon removes every alert that it is asked to repair."""
 
     def __init__(self, *alerts: Mapping[str, Any]) -> None:
-        self.alerts, self.asked, self.looks = list(alerts), [], 0
+        self.alerts, self.asked, self.looks, self.awaited = list(alerts), [], 0, 0.0
 
     def __enter__(self) -> RepairingClient:
         return self
@@ -264,6 +280,7 @@ class RepairingClient:
         self.looks += 1
         sources = [{"name": n, "known": True, "observations": self.looks, "age": 0.1, "unknown_for": 0.0, "failure": ""}
                    for n in ("scheduler", "hypervisor")]  # fmt: skip
+        sources[0]["awaited"] = self.awaited
         jobs = stage_counts(PlannerHarness().rows.attempts.values())
         return {
             "pid": 1, "version": "0", "site": "test0", "up": 5.0, "sources": sources, "jobs": jobs, "attempts": {},
@@ -289,11 +306,27 @@ def test_status_exits_with_1_if_there_is_an_alert(monkeypatch: pytest.MonkeyPatc
     assert run(monkeypatch, RepairingClient(SOURCE_ALERT), "status", "--json").exit_code == status.ALERTS_PRESENT
 
 
+def test_each_alert_has_a_heading_that_says_what_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(status.WHAT) == set(get_args(AlertKind))
+    twice = (SOURCE_ALERT | {"name": "vm", "kind": "unserved"}, SOURCE_ALERT | {"name": "vm", "kind": "effect"})
+    shown = run(monkeypatch, RepairingClient(*twice), "status").stdout
+    assert "vm (setting of Slurm that does not reach VMs)" in shown and "vm (repeated failure)" in shown
+
+
 def test_a_permanent_alert_is_shown_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     unserved = SOURCE_ALERT | {"kind": "unserved", "name": "preemption", "message": "it reaches nobody"}
     shown = run(monkeypatch, RepairingClient(unserved), "status")
     assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No alerts" not in shown.stdout
     assert run(monkeypatch, RepairingClient(unserved, SOURCE_ALERT), "status").exit_code == status.ALERTS_PRESENT
+
+
+def test_a_source_that_is_slow_to_answer_is_shown_and_is_no_alert(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RepairingClient()
+    for awaited, slow in ((0.0, False), (4.0, False), (20.0, True)):
+        daemon.awaited = awaited
+        shown = run(monkeypatch, daemon, "status")
+        assert shown.exit_code == 0 and ("the scheduler has not answered since" in shown.stdout) == slow
+        assert ("No alerts yet." in shown.stdout) == slow and ("scontrol ping" in shown.stdout) == slow
 
 
 def test_repair_without_names_repairs_all_but_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

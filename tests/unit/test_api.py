@@ -169,9 +169,11 @@ class ControllerAtRest:
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(
-            name="scheduler", latest=None, observations=7, since=400.0, failure="no answer"
+            name="scheduler", latest=None, observations=7, since=400.0, failure="no answer", asked=None
         )
-        source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
+        source = SimpleNamespace(
+            name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="", asked=None
+        )
         self.sources = {SOURCE: source}
         self.state = SimpleNamespace(
             rows=live_rows, reasons={}, placement_faults={}, saved_for=lambda job: None, vms_of=lambda attempt: []

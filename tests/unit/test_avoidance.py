@@ -146,9 +146,7 @@ def test_a_failure_where_vms_of_others_have_joined_since_is_the_jobs_own() -> No
     harness.run()
     mine = max(one.id for one in harness.rows.attempts.values() if one.job.job_id == "7")
     fails(harness, mine)
-    assert harness.attempt(mine).outcome == "failed" and "1 attempts: read-only" in text_of(
-        harness.attempt(mine).reason
-    )
+    assert harness.attempt(mine).outcome == "failed" and "1 attempt: read-only" in text_of(harness.attempt(mine).reason)
     assert not harness.rows.hosts["h1"].faults, "others go on there"
 
 

@@ -73,6 +73,17 @@ def recorded() -> dict[str, str]:
     return {block.splitlines()[0]: f"$ multiverse {block}" for block in blocks}
 
 
+def test_hosts_that_lack_an_image_of_the_settings_are_named_together_with_the_next_step() -> None:
+    hosts = json.loads(DOCUMENTS["GET /hosts null"]["document"])
+    lacking = [host | {"name": f"n{number}", "lacks": ["stock"]} for number, host in enumerate(hosts[:2])]
+    document = {"GET /hosts null": {"document": json.dumps([*hosts, *lacking])}}
+    assert "no image" not in printed("hosts")
+    with mock.patch.dict(DOCUMENTS, document):
+        text = " ".join(printed("hosts").split())
+    assert "n[0-1]: no image stock, so no job of that image starts there" in text
+    assert "multiverse image push stock n[0-1]" in text and "multiverse image build stock" in text
+
+
 @pytest.mark.parametrize("command", [one for one in COMMANDS if "--json" not in one])
 def test_every_screen_fits_80_columns_and_cuts_no_reason(command: str) -> None:
     text = printed(command, 80)

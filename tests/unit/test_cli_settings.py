@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from multiverse.cli import render, settings
 from multiverse.config import load
 from multiverse.core.errors import Refused
+from multiverse.site import setting_files
 
 RUNNER = CliRunner()
 
@@ -28,6 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str, width: int = 200) -> tuple
 
 
 def test_the_examples_that_are_printed_pass_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setting_files, "list_images", lambda _: [])  # a demonstration may have left others here
     for options in ([], ["--all"]):
         path = tmp_path / "m.toml"
         path.write_text(run(monkeypatch, "example", *options)[1])

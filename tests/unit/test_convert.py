@@ -97,6 +97,11 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     (view,) = host_views(harness.rows, seen_world, harness.clock.time, Troubles({}, {}, {}, {}))
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
     assert view.images == {"slim": ("fork", "plug_memory")}
+    named = Troubles({}, {}, {}, {}, frozenset({"slim", "stock"}))
+    (view,) = host_views(harness.rows, seen_world, harness.clock.time, named)
+    assert view.lacks == ("stock",)
+    (unseen_host,) = host_views(harness.rows, World(), harness.clock.time, named)
+    assert unseen_host.lacks == (), "what a host that is away has now is unknown"
     assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
     harness.run(Command("drop", "h1", "slim"))
     harness.templates.clear()

@@ -30,13 +30,15 @@ from multiverse.config import (
     WebSettings,
 )
 from multiverse.core.errors import Unknown
+from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.site import install, requirements
 from multiverse.drivers.slurm.site.conf import SiteConf, kill_wait, munge_socket
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import package_version
-from multiverse.service import doctor
-from multiverse.site import machine
+from multiverse.service import alerts, doctor
+from multiverse.service.lab_advice import in_lab
+from multiverse.site import checking, machine
 from multiverse.site.machine import FileSystem, MachineFacts
 from multiverse.system import kernel
 
@@ -292,6 +294,44 @@ def test_a_lab_is_not_told_to_become_a_site(tmp_path: Path, monkeypatch: pytest.
     assert f"this is the lab in {tmp_path}: " in of_lab and f"multiverse lab up --dir {tmp_path}, and see" in of_lab
 
 
+def test_a_labs_user_is_told_what_lab_up_does_and_never_of_files_or_services_of_a_site() -> None:
+    lab = Path("/lab")
+    for advice, own in (
+        ("set cores = 2 in [host], or in this host's class, unless that is meant", "--cores 2, unless that is meant"),
+        ("set memory = 900 or less in [host], or in the host's class", "--memory 900M"),
+        ('make KVM work, or set accel = "auto" in [qemu]', '--set qemu.accel="auto"'),
+    ):
+        assert in_lab(lab, advice).endswith(f"multiverse lab up --dir /lab {own}")
+    assert in_lab(lab, "see: systemctl status multiverse-agent; bye") == "see: multiverse lab status --dir /lab; bye"
+    for verb in ("start", "restart", "reload", "enable --now"):
+        assert in_lab(lab, f"do it: systemctl {verb} multiverse") == "do it: multiverse lab up --dir /lab"
+    every = [one for one in vars(alerts).values() if isinstance(one, alerts.Wrong)]
+    assert len(every) > 20 and not [one for one in every if "systemctl" in in_lab(lab, one.remedy)]
+    machines = [replace(GOOD, cpus=4, memory=100, memory_available=90), replace(GOOD, kvm="it hangs")]
+    remedies = [in_lab(lab, each.remedy) for facts in machines for each in found(facts)]
+    assert len(remedies) == 3 and not [one for one in remedies if "[" in one or "class" in one]
+
+
+def test_a_slurmctld_that_is_down_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "multiverse.toml"
+    slurm = SlurmSettings(conf=config.with_name("slurm.conf"), inbox=tmp_path / "inbox")
+    slurm.conf.write_text("ClusterName=c\nSlurmctldHost=localhost(127.0.0.1)\nSlurmUser=root\n")
+    monkeypatch.setattr(of_slurm.checking, "release_of", lambda _: Version(22, 5))
+    waited = []
+
+    async def hangs(_argv: object, _env: object, timeout: float) -> None:
+        waited.append(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(SlurmCommands.__init__, "__defaults__", (None, hangs))
+    found = {one.name: one for one in of_slurm.SLURM.examine(Settings(slurm=slurm), config, slurm.conf)}
+    assert waited == [checking.PATIENCE]
+    (only,) = found["slurmctld"].findings
+    assert only.message == "slurmctld does not answer: scontrol did not end within 5 s" and "see its log" in only.remedy
+    assert {found[name].skipped for name in ("slurmd in the guests", "reservations")} == {"slurmctld does not answer"}
+    assert found["node sets"].skipped == ""
+
+
 def test_the_munge_that_slurm_uses_is_the_one_that_is_tried(tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text(f"ClusterName=c\nAuthInfo=cred_expire=60,socket={tmp_path}/munge\n")
@@ -339,13 +379,16 @@ def test_a_host_that_is_not_up_is_found_with_what_to_do() -> None:
     (only,) = doctor.of_host(replace(HOST, state="drained", reason="new fans"))
     assert only.level is Level.NOTE and "new fans" in only.message and "resume h1" in only.remedy
     (only,) = doctor.of_host(replace(HOST, accelerator="tcg"))
-    assert only.level is Level.NOTE and "emulated" in only.message and only.remedy.endswith("doctor --agent")
-    (only,) = doctor.of_host(replace(HOST, accelerator="tcg"), own="h1")
-    assert only.remedy.endswith("multiverse doctor")
+    assert only.level is Level.NOTE and "emulated" in only.message and "doctor --agent" in only.remedy
+    (only,) = doctor.of_host(replace(HOST, accelerator="tcg"), own="h1", kvm=False)
+    assert "multiverse doctor, without --no-kvm" in only.remedy and "no action is needed" in only.remedy
+    assert list(doctor.of_host(replace(HOST, accelerator="tcg"), own="h1")) == [], "its own examination says why"
     (only,) = doctor.of_host(replace(HOST, declared=SizeView(4, 9000, 1)))
     assert only.level is Level.PROBLEM and "9000 MiB are declared" in only.message
     (only,) = doctor.of_host(replace(HOST, images={}))
     assert "no image" in only.message
+    (only,) = doctor.of_host(replace(HOST, lacks=("stock",)))
+    assert only.level is Level.NOTE and "no image stock" in only.message and "push stock h1" in only.remedy
 
 
 def test_alerts_are_findings_with_their_remedies() -> None:

@@ -271,7 +271,7 @@ def test_each_host_is_passed_over_for_its_own_reason() -> None:
     of = {name: why for hosts, why in found.items() for name in hosts}
     assert of["h1"] == "full: 2 CPUs needed, 1 free"
     assert of["h2"] == "has room for 2 of its VMs"
-    assert of["h3"].startswith("too small: 1 CPUs")
+    assert of["h3"].startswith("too small: 1 CPU")
     assert of["h4"] == "has no image slim"
     assert of["h5"] == "cannot make instant clones of image slim"
     assert of["h6"] == "less than 1024 MiB of disk are available there"

@@ -196,12 +196,12 @@ def test_a_host_is_removed_only_when_nothing_is_claimed_on_it() -> None:
     harness.to_allocated()
     remove = Command("remove", "h1")
     why = refused(harness, remove)
-    assert "1 VMs of job 7 and 1 templates" in why and "multiverse hosts drain h1" in why
+    assert "1 VM of job 7 and 1 template" in why and "multiverse hosts drain h1" in why
     harness.run(DRAIN)
     harness.jobs.clear()
     harness.run()
     harness.run()
-    assert "host h1 still has 1 VMs" in refused(harness, remove)
+    assert "host h1 still has 1 VM of" in refused(harness, remove)
     harness.clear()
     drop_retiring_templates(harness)
     harness.run()

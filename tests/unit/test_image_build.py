@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from multiverse.cli.images import image_list
 from multiverse.core.errors import Broken, Refused
 from multiverse.guest.assemble import assemble
 from multiverse.images import build as builder
-from multiverse.images import initramfs
+from multiverse.images import catalog, initramfs
 from multiverse.images.build import (
     AGENT_PATH,
     Input,
@@ -58,6 +59,21 @@ def test_an_incomplete_image_is_refused_and_not_listed(tmp_path: Path) -> None:
     image.initrd.touch()
     assert load(tmp_path, "slim") == image
     assert list_images(tmp_path) == [image]
+
+
+def test_the_list_says_what_an_incomplete_image_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("slim", "stock", "whole"):
+        complete(tmp_path, name)
+    (tmp_path / "slim" / "disk.raw").unlink()
+    (tmp_path / "stock" / "image.json").write_text("{")
+    (tmp_path / "notes").mkdir()
+    assert catalog.incomplete_images(tmp_path) == {
+        "slim": "lacks disk.raw",
+        "stock": "has no readable image.json",
+    }
+    image_list(tmp_path)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "slim lacks disk.raw, so no VM is made of it to do: build it again" in text and "notes" not in text
 
 
 def test_a_manifest_with_fields_of_a_later_release_is_read(tmp_path: Path) -> None:

@@ -91,6 +91,24 @@ def test_the_lines_are_what_the_check_asks_for_and_nothing_is_missing_then(setti
     assert installing.original(settings.slurm.conf).read_text() == SLURM_CONF
 
 
+def test_limits_of_the_settings_are_on_our_partitions_line_and_stay_when_the_site_is_installed_again(
+    settings: Settings,
+) -> None:
+    limits = "MaxTime=2-0 DefaultTime=1:00:00 AllowGroups=staff,guests"
+    ours = settings.slurm.conf.with_name("multiverse.conf")
+    changed = replace(settings, slurm=replace(settings.slurm, limits=limits))
+    installed(settings)
+    assert "MaxTime=INFINITE State=UP" in ours.read_text()
+    for _ in range(2):
+        plan = installing.plan(changed, CONFIG, RELEASE)
+        assert plan.by_hand == () and plan.additions == ()
+        list(rendering.write(plan.files, Path("/")))
+        assert set(limits.split()) <= set(ours.read_text().split()) and "INFINITE" not in ours.read_text()
+    wrong = replace(settings, slurm=replace(settings.slurm, limits="Nodes=n1"))
+    with pytest.raises(Refused, match="Nodes is no limit"):
+        installing.plan(wrong, CONFIG, RELEASE)
+
+
 def test_a_second_installation_changes_nothing_and_removal_leaves_what_was_there(
     settings: Settings, tmp_path: Path
 ) -> None:
@@ -261,7 +279,7 @@ def test_jobs_vms_and_reservations_are_still_used(settings: Settings, monkeypatc
     assert installing.in_use(settings) == [
         "2 jobs in partition vm: 7, 8_[1-9]",
         "reservation class, which is of partition vm or holds its licence",
-        "1 VMs: mvab-1",
+        "1 VM: mvab-1",
     ]
     assert installing.stop(settings) == [] and slurm.deleted == ["ReservationName=mvgate"]
     (settings.qemu.vms / "mvab-1").rmdir()
@@ -300,7 +318,7 @@ def test_the_commands_show_each_line_and_ask(
     assert "  + Include" not in CliRunner().invoke(app, ["site", "install", "--yes"]).output
     monkeypatch.setattr(installing, "SlurmCommands", lambda _: FakeSlurm("9\n"))
     used = CliRunner().invoke(app, ["site", "remove", "--yes"])
-    assert isinstance(used.exception, Refused) and "still used  1 jobs in partition vm: 9" in used.output
+    assert isinstance(used.exception, Refused) and "still used  1 job in partition vm: 9" in used.output
     assert tree(tmp_path) != before
     monkeypatch.setattr(installing, "SlurmCommands", lambda _: FakeSlurm())
     said = CliRunner().invoke(app, ["site", "remove", "--yes"])

@@ -324,7 +324,7 @@ def test_of_a_range_of_nodes_the_smallest_number_that_fits_is_chosen(
         ("min_nodes = 2, max_nodes = 2, num_tasks = 16", ["2 nodes with 8 CPUs", "can hold 1 of them", "fewer nodes"]),
         ("min_nodes = 9, max_nodes = 9, min_mem_per_node = 100", ["can hold 8 of them"]),
         ("min_nodes = 2, max_nodes = 2, num_tasks = 18", ["9 CPUs", "the largest VM", "has 8 CPUs and 15106 MiB"]),
-        ("min_mem_per_node = 15107", ["1 CPUs and 15107 MiB", "has 8 CPUs and 15106 MiB"]),
+        ("min_mem_per_node = 15107", ["1 CPU and 15107 MiB", "has 8 CPUs and 15106 MiB"]),
     ],
 )
 def test_the_message_says_how_many_nodes_the_hosts_can_hold(tmp_path: Path, fields: str, words: list[str]) -> None:

@@ -262,7 +262,7 @@ def raises(*_: object) -> list[str]:
     ("policy", "why"),
     [
         (raises, "it raised ZeroDivisionError"),
-        (lambda *_: ["h1"], "it chose 1 hosts for 2 VMs"),
+        (lambda *_: ["h1"], "it chose 1 host for 2 VMs"),
         (lambda *_: ["h1", "h9"], "it chose 'h9', which is none of the hosts that fit"),
         (lambda *_: ["h2", "h2"], "it chose h2 for 2 VMs, and 1 fit there"),
         (lambda *_: "h1", "it must return a list of host names"),

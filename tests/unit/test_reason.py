@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from multiverse.core.model.basics import number_of
 from multiverse.core.model.reason import Reason, Why, parts_of, said, some, text_of
 
 FIGURES = {"number": 2, "time": 5.0, "until": 60.0, "at": 61.0, "rate": 0.5}
@@ -36,6 +37,13 @@ def test_more_reasons_follow_each_after_a_semicolon() -> None:
     why = Why.CAPACITY(Why.FULL()).also(Why.EXPECTED(at=61.0), None)
     assert str(why) == "waiting for capacity: the hosts are full; expected to start by 1970-01-01 00:02 UTC"
     assert why.kind is Why.CAPACITY and why == Why.CAPACITY(Why.FULL(), Why.EXPECTED(at=61.0))
+
+
+def test_one_of_a_kind_is_told_in_the_singular() -> None:
+    assert [number_of(count, "host") for count in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
+    assert number_of(2, "entry", "entries") == "2 entries"
+    assert str(Why.TOO_SMALL(cpus=1, memory=64)) == "too small: 1 CPU and 64 MiB for VMs"
+    assert str(Why.NO_VM_CREATED(attempts=3)).startswith("no VM could be created for it in 3 attempts")
 
 
 def test_of_many_names_the_first_are_told() -> None:

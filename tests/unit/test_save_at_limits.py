@@ -220,7 +220,7 @@ def test_a_running_job_is_told_when_it_is_saved(site: LimitedSite) -> None:
         site
     )
     site.policy = replace(site.policy, save_max_runs=1)
-    assert "it has had all 1 runs that the site permits" in explained(site)
+    assert "it has had 1 run, as many as the site permits" in explained(site)
     site.policy = replace(site.policy, save_max_runs=2)
     site.hosts["h1"] = replace(site.hosts["h1"], storage=None)
     site.left(60)

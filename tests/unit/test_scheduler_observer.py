@@ -329,3 +329,21 @@ def test_a_part_that_was_read_of_a_user_replaces_all_jobs_of_that_user() -> None
     assert merged.jobs_began == {"1": 5.0, "2": 5.0, "4": 5.0} and merged.limits == {"a": 1, "b": 0}
     assert merged.preemption is rules, "a part says nothing of it"
     assert World(scheduler=Seen(merged, 1.0)).job_began("1") == 5.0
+
+
+def test_how_long_an_answer_is_awaited_is_known_until_it_comes() -> None:
+    async def script(setting: Setting) -> None:
+        setting.slurm.whole = 30.0
+        setting.slurm.parts = None
+        setting.observer.poke()
+        await asyncio.sleep(20.0)
+        asked = setting.observer.asked
+        assert setting.observer.latest is not None
+        assert asked is not None and setting.slurm.clock.now() - asked == pytest.approx(20.0, abs=3.0)
+        await asyncio.sleep(29.0)
+        setting.slurm.whole = 0.01
+        setting.pace = 1000.0
+        await asyncio.sleep(31.0)
+        assert setting.observer.asked is None
+
+    play(Slurm(job("1")), script)

@@ -17,7 +17,7 @@ from rich.console import Console
 from textual.widgets import DataTable, Input
 
 from multiverse.api import Alert, HostView, JobView, Quantiles, RatesView, SizeView, Snapshot, SummaryView, VmView
-from multiverse.cli import render, top
+from multiverse.cli import render, top, top_lines
 from multiverse.cli.top_screen import TopScreen
 from multiverse.core.errors import Unknown
 
@@ -138,7 +138,7 @@ def test_a_site_at_rest_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cells_of_a_large_host_are_in_proportion() -> None:
     large = host("n1", usable=SizeView(1000, 16384, 1), claimed=SizeView(500, 4096, 1))
     vms = tuple(vm(f"v{n}", "n1", cpus=50) for n in range(10))
-    line = top.host_lines(replace(SNAPSHOT, hosts=(large,), vms=vms), 80)[0].plain
+    line = top_lines.host_lines(replace(SNAPSHOT, hosts=(large,), vms=vms), 80)[0].plain
     assert len(line) <= 80
     assert abs(line.count("■") - line.count("·")) <= 1
 
@@ -146,14 +146,14 @@ def test_cells_of_a_large_host_are_in_proportion() -> None:
 def test_a_vm_that_moves_takes_cpus_at_both_hosts() -> None:
     moves = replace(vm("v1", "n1", "moving", 2), other_host="n2")
     snapshot = replace(SNAPSHOT, hosts=(host("n1"), host("n2")), vms=(moves,))
-    assert [line.plain.count("■") for line in top.host_lines(snapshot, 80)] == [2, 2]
+    assert [line.plain.count("■") for line in top_lines.host_lines(snapshot, 80)] == [2, 2]
     running = job(1, "running", vms=("v1",))
-    assert top.job_cells(running, {"v1": moves}, 1000.0, 80)[-1].plain == "on n1 → n2"
+    assert top_lines.job_cells(running, {"v1": moves}, 1000.0, 80)[-1].plain == "on n1 → n2"
 
 
 def test_a_spark_is_as_high_as_the_most() -> None:
-    assert top.spark((0, 1, 8)) == " ▁█"
-    assert top.spark((0, 0)) == "  "
+    assert top_lines.spark((0, 1, 8)) == " ▁█"
+    assert top_lines.spark((0, 0)) == "  "
 
 
 def on_screen(app: TopScreen) -> str:
@@ -243,4 +243,4 @@ def test_no_other_command_loads_textual() -> None:
 
 
 def test_memory_is_as_elsewhere() -> None:
-    assert render.memory(700) in top.job_cells(SNAPSHOT.jobs[0], {}, 1000.0, 80)[4].plain
+    assert render.memory(700) in top_lines.job_cells(SNAPSHOT.jobs[0], {}, 1000.0, 80)[4].plain

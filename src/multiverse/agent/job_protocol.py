@@ -30,7 +30,7 @@ from typing import Any
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.core.model.basics import Size
+from multiverse.core.model.basics import Size, number_of
 
 PROTOCOL = 1
 """The version of these lines, and of the plugin's records. spank/multiverse.c has the same number."""
@@ -187,12 +187,12 @@ def _cpus(request: ProvideVm) -> int:
     cpus = request.cpus or request.cores // vms
     if not cpus:
         raise Refused(
-            f"--vm-per-node={vms}: the job has {request.cores} cores on this node, and each VM needs one",
+            f"--vm-per-node={vms}: the job has {number_of(request.cores, 'core')} on this node, and each VM needs one",
             hint=f"submit it with --cpus-per-task={vms}, or for fewer VMs",
         )
     if vms * cpus > max(request.cores, 1):
         raise Refused(
-            f"--vcpu-per-vm={cpus}{_times(vms)}: the job has {request.cores} cores on this node",
+            f"--vcpu-per-vm={cpus}{_times(vms)}: the job has {number_of(request.cores, 'core')} on this node",
             hint=f"submit it with --cpus-per-task={vms * cpus}",
         )
     return cpus

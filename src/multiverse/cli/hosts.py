@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.padding import Padding
@@ -20,6 +20,8 @@ from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.config import folded, host_names, load, names_of_hosts
 from multiverse.core.errors import MultiverseError, Refused
+from multiverse.core.model.basics import number_of
+from multiverse.images.catalog import Flavour
 
 # --- multiverse hosts -------------------------------------------------------------------------------
 
@@ -54,6 +56,7 @@ def _show(*, json: bool) -> None:
         render.say(text, indent=0, style="dim")
     for one in found:
         _show_trouble(one)
+    _show_lacking(found)
     _show_alike(found)
 
 
@@ -119,6 +122,22 @@ def _show_trouble(host: api.HostView) -> None:
         render.console.print(Padding(render.plain(f"to do: {host.todo}"), (0, 0, 0, 2), expand=False))
 
 
+def _show_lacking(found: Sequence[api.HostView]) -> None:
+    """Images that the settings name, with the hosts that lack them."""
+    lacking: dict[str, list[str]] = {}
+    for one in found:
+        for image in one.lacks:
+            lacking.setdefault(image, []).append(one.name)
+    for image, names in lacking.items():
+        where = folded(names)
+        what = image if image in get_args(Flavour) else f"FILE.toml --name {image}"
+        render.say(f"{where}: no image {image}, so no job of that image starts there", indent=0, style="yellow")
+        render.say(
+            "to do: if the controller's machine has it, it is copied there once a job waits for it, or at once:"
+            f" multiverse image push {image} {where}; if not, build it there: multiverse image build {what}"
+        )
+
+
 def _leased(lease: api.LeaseView) -> str:
     until = f" until {render.moment(lease.ends)}" if lease.ends is not None else ""
     return f"leased by pilot {lease.pilot} on node {lease.node} of partition {lease.partition}{until}"
@@ -140,7 +159,7 @@ def _machine(host: api.HostView) -> Iterator[str]:
         return
     kinds = [kind for kind in _CLONE_KINDS if kind in host.abilities]
     yield (
-        f"{host.machine.cpus} CPUs, {render.memory(host.machine.memory)}"
+        f"{number_of(host.machine.cpus, 'CPU')}, {render.memory(host.machine.memory)}"
         + (f", runs {host.accelerator}" if host.accelerator else "")
         + (f"; clones: {', '.join(kinds)}" if kinds else "")
         + (f"; features: {', '.join(host.features)}" if host.features else "")
@@ -159,7 +178,8 @@ def _nodes(host: api.HostView) -> Iterator[str]:
         cpus = folded(map(str, node.cpus))
         yield (
             f"NUMA node {node.number}: CPUs {cpus.strip('[]')}, {render.memory(node.free)} of"
-            f" {render.memory(node.memory)} free; VMs have {node.taken.cpus} CPUs, {render.memory(node.taken.memory)}"
+            f" {render.memory(node.memory)} free; VMs have {number_of(node.taken.cpus, 'CPU')},"
+            f" {render.memory(node.taken.memory)}"
         )
 
 

@@ -126,7 +126,8 @@ def _show_image(made: Image, json: bool) -> None:
 @image_app.command("list")
 def image_list(directory: Directory = None, json: render.Json = False) -> None:
     """Show the images that there are, and what they were made from. --json shows each input."""
-    found = catalog.list_images(images_dir(directory))
+    where = images_dir(directory)
+    found = catalog.list_images(where)
     if json:
         render.as_json(
             [{"name": i.name, "flavour": i.flavour, "key": i.key, "packages": list(i.packages), "path": str(i.path),
@@ -141,6 +142,9 @@ def image_list(directory: Directory = None, json: render.Json = False) -> None:
         origin = one.made_from[0] if one.made_from else f"Debian {one.suite}"
         table.add_row(one.name, one.flavour, one.key[:12], render.memory(taken), origin, " ".join(one.packages))
     render.show(table, "No images; multiverse image build slim makes one.")
+    for name, why in catalog.incomplete_images(where).items():
+        render.say(f"{name} {why}, so no VM is made of it", indent=0, style="yellow")
+        render.say(f"to do: build it again (multiverse image build), or remove {where / name}")
 
 
 SlurmRelease = Annotated[

@@ -20,6 +20,7 @@ from multiverse.cli.asking import Controller, asker
 from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.core.errors import Refused
+from multiverse.core.model.basics import number_of
 from multiverse.core.model.job import AttemptState, Outcome
 from multiverse.core.model.reason import when
 
@@ -45,13 +46,12 @@ def jobs(
     Tasks of an array that wait are one row; --json has each of them. --user and --state may be repeated."""
     users, states = _words(user), {word.lower() for word in _words(state)}
     if unknown := states - _STATES:
-        known = ", ".join(dict.fromkeys((*_STAGES, *map(str, AttemptState))))
+        known = ", ".join(dict.fromkeys((*api.STAGES, *map(str, AttemptState))))
         raise Refused(f"{', '.join(sorted(unknown))}: there is no such state", hint=f"give some of {known}")
     watched(lambda: _show(job, users, states, ended=ended, json=json), again=watch)
 
 
-_STAGES = ("waiting", "provisioning", "running", "ending")
-_STATES = {*_STAGES, *map(str, AttemptState)}
+_STATES = {*api.STAGES, *map(str, AttemptState)}
 _MOST = 10_000  # ended attempts among which --user and --state choose
 
 
@@ -228,7 +228,7 @@ def explain(
         if others:
             render.say(f"The same is true of {', '.join(other.job_id for other in others)}.")
     if found.more:
-        render.console.print(f"And {found.more} more tasks of this array; ask for one of them by its id.")
+        render.console.print(f"And {number_of(found.more, 'more task')} of this array; ask for one of them by its id.")
 
 
 def _alike(jobs: Sequence[api.ExplanationView]) -> list[list[api.ExplanationView]]:
@@ -377,7 +377,7 @@ def capacity(
 def _show_capacity(found: api.CapacityView) -> None:
     _show_usage(found.usage)
     columns: dict[str, Callable[[api.StartableView], str | Text]] = {
-        "NODE OF": lambda one: f"{one.cpus} CPU{'s' * (one.cpus != 1)}",
+        "NODE OF": lambda one: number_of(one.cpus, "CPU"),
         "MEMORY": lambda one: render.memory(one.memory),
         "DISK": lambda one: render.memory(one.disk) if one.disk else "–",
         "START AT ONCE": lambda one: Text(str(one.now), style="bold green" if one.now else "dim"),
@@ -393,8 +393,10 @@ def _show_capacity(found: api.CapacityView) -> None:
         )
         render.say(text, indent=0, style="yellow")
     elif found.waiting:
-        jobs = "1 job waits" if found.waiting == 1 else f"{found.waiting} jobs wait"
-        render.console.print(f"{jobs} for something else than capacity.", markup=False)
+        waits = "waits" if found.waiting == 1 else "wait"
+        render.console.print(
+            f"{number_of(found.waiting, 'job')} {waits} for something else than capacity.", markup=False
+        )
 
 
 def _show_usage(usage: api.CapacityUsageView) -> None:
@@ -406,7 +408,7 @@ def _show_usage(usage: api.CapacityUsageView) -> None:
         table.add_row(label, str(size.cpus), render.memory(size.memory), render.memory(size.disk))
     takes = "takes" if usage.closed_hosts == 1 else "take"
     closed = f", {usage.closed_hosts} of them {takes} no new VM" if usage.closed_hosts else ""
-    render.console.print(f"{usage.hosts} host{'s' * (usage.hosts != 1)} in sight{closed}")
+    render.console.print(f"{number_of(usage.hosts, 'host')} in sight{closed}")
     render.console.print(table)
 
 
@@ -424,8 +426,7 @@ def _show_trial(found: api.TrialView) -> None:
     render.say(found.why)
     if found.ahead:
         behind = f", and job {found.behind} keeps the others waiting" if found.behind else ""
-        jobs = "1 job" if found.ahead == 1 else f"{found.ahead} jobs"
-        render.say(f"{jobs} would be ahead of it{behind}.")
+        render.say(f"{number_of(found.ahead, 'job')} would be ahead of it{behind}.")
     if found.expected is not None:
         render.say(f"It would start {when(found.expected)} at the latest, by the time limits.")
     elif found.alone is not None and not found.never:

@@ -17,6 +17,7 @@ from multiverse.cli.arguments import DEFAULT_CONFIG, Config
 from multiverse.cli.commands import NOT_DONE
 from multiverse.config import Settings, toml_value
 from multiverse.core.errors import Refused
+from multiverse.core.model.basics import number_of
 from multiverse.site.setting_files import DEFAULT, FileLine, SettingValue, mistakes_in, values_in
 
 config_app = typer.Typer(help="Write, check and explain the settings.", no_args_is_help=True)
@@ -61,8 +62,7 @@ def check(file: Annotated[Path, typer.Argument(help="A file of settings.")] = DE
         where = Text(f"{line or file}:", style="bold")
         output.console.print(Text.assemble(where, " ", output.plain(str(mistake))), soft_wrap=True)
     if found:
-        count = len(found)
-        output.errors.print(f"{count} mistake{'s' * (count > 1)}; multiverse.toml(5) explains each key", style="dim")
+        output.errors.print(f"{number_of(len(found), 'mistake')}; multiverse.toml(5) explains each key", style="dim")
         raise typer.Exit(NOT_DONE)
     output.console.print(f"{file}: no mistakes", markup=False, soft_wrap=True)
 

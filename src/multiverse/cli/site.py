@@ -18,6 +18,7 @@ from multiverse.cli.arguments import DEFAULT_CONFIG, Config
 from multiverse.cli.commands import NOT_DONE
 from multiverse.config import Settings, is_host, load
 from multiverse.core.errors import Refused
+from multiverse.core.model.basics import number_of
 from multiverse.ports.site import Addition, Finding, Level
 from multiverse.service.doctor import examine, examine_agent, examine_before
 from multiverse.site import selftest as tests
@@ -268,14 +269,9 @@ def _shown(found: Iterator[Examination]) -> int:
             for number, line in enumerate(each.remedy.splitlines()):
                 output.say(f"{'→ ' if not number else '  '}{line}", indent=4)
     style = "bold red" if problems else "green"
-    output.console.print(
-        Text(f"{examined} examinations: {_count(problems, 'problem')}, {_count(notes, 'note')}.", style=style)
-    )
+    said = f"{number_of(problems, 'problem')}, {number_of(notes, 'note')}"
+    output.console.print(Text(f"{number_of(examined, 'examination')}: {said}.", style=style))
     return problems
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
 def _mark(levels: set[Level], *, skipped: bool) -> tuple[str, str]:

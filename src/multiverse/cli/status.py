@@ -16,9 +16,11 @@ from multiverse.cli import progress, render
 from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.core.errors import Refused, Unknown
+from multiverse.core.model.basics import number_of
 
 # --- multiverse status ------------------------------------------------------------------------------
 
+PATIENCE = 5.0  # seconds for which an answer of a source may be awaited until that is said
 ALERTS_PRESENT = 1  # the exit status when there is an alert with something to do
 
 
@@ -57,8 +59,11 @@ def _show(found: StatusView) -> None:
     for pool in found.pools:
         _line("pool", _pool(pool))
     render.console.print()
+    late = [source for source in found.sources if source.known and source.awaited > PATIENCE]
+    for source in late:
+        _show_late(source)
     if not found.alerts:
-        render.console.print("No alerts.", style="green")
+        render.console.print("No alerts yet." if late else "No alerts.", style="" if late else "green")
     for alert in found.alerts:
         _show_alert(alert)
 
@@ -69,8 +74,18 @@ def _source(source: SourceView) -> str:
     return f"unknown for {render.duration(source.unknown_for)}"
 
 
+def _show_late(source: SourceView) -> None:
+    """A source that is slow to answer may still do so, so this is no alert, and does not change the exit status."""
+    what, check = (
+        ("the scheduler", "scontrol ping") if source.name == "scheduler" else (source.name, "multiverse hosts")
+    )
+    since = render.moment(time.time() - source.awaited)
+    render.say(f"{what} has not answered since {since} ({render.duration(source.awaited)})", indent=0, style="yellow")
+    render.say(f"to do: see whether it answers: {check}; if it fails to, an alert says why")
+
+
 def _pool(pool: PoolView) -> str:
-    size = f" of {pool.cpus} CPU, {render.memory(pool.memory)}" if pool.cpus else ""
+    size = f" of {number_of(pool.cpus, 'CPU')}, {render.memory(pool.memory)}" if pool.cpus else ""
     offered = f", {pool.offered} on offer" if pool.offered else ""
     creating = f", {pool.creating} being created" if pool.creating else ""
     return (
@@ -79,9 +94,34 @@ def _pool(pool: PoolView) -> str:
     )
 
 
+WHAT = {
+    "source": "no answer",
+    "hints": "no hints of new jobs",
+    "store": "database",
+    "memory": "memory of a host",
+    "disk": "disk of a host",
+    "image": "image",
+    "quarantine": "record in quarantine",
+    "back-off": "job without VMs",
+    "avoided": "host that is avoided",
+    "placement": "placement policy",
+    "settings": "settings",
+    "template": "broken template",
+    "effect": "repeated failure",
+    "host": "host out of reach",
+    "fenced": "fenced hosts",
+    "user": "unknown user",
+    "eviction": "eviction held back",
+    "orphan": "without a record",
+    "nodes": "number of nodes in Slurm",
+    "unserved": "setting of Slurm that does not reach VMs",
+}
+"""What an alert of each kind is of: its name is that of a record, a host, a partition or a user."""
+
+
 def _show_alert(alert: Alert) -> None:
     """The message, the remedy, and what a repair would do, below the alert's name."""
-    render.console.print(Text(alert.name, style="bold red"))
+    render.console.print(Text.assemble((alert.name, "bold red"), (f" ({WHAT[alert.kind]})", "dim")))
     lines = [Text(alert.message), Text(f"to do: {alert.remedy}")]
     if alert.repair:
         flag = " --fenced" if alert.needs_fenced else ""
@@ -208,14 +248,14 @@ def prune(
     with Client() as client, progress.step("examining the records of what has ended", "records examined"):
         found = decode(PruneView, client.prune(age, dry_run=dry_run))
     counts = {
-        "attempts": found.attempts,
-        "VMs": found.vms,
-        "offers": found.offers,
-        "templates": found.templates,
-        "leases": found.leases,
-        "journal entries": found.journal,
+        "attempt": found.attempts,
+        "VM": found.vms,
+        "offer": found.offers,
+        "template": found.templates,
+        "lease": found.leases,
     }
-    text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    journal = number_of(found.journal, "journal entry", "journal entries")
+    text = ", ".join([*(number_of(count, what) for what, count in counts.items()), journal])
     verb = "would be deleted" if found.dry_run else "deleted"
     render.console.print(f"{verb}, ended more than {span(found.older_than)} ago: {text}", markup=False, soft_wrap=True)
 

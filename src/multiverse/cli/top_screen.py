@@ -13,8 +13,9 @@ from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
 from multiverse.api import Snapshot, decode
-from multiverse.cli import top
+from multiverse.cli import top_lines
 from multiverse.core.errors import MultiverseError
+from multiverse.core.model.basics import number_of
 
 INTERVAL = 1.0  # seconds between two snapshots
 SCROLLBAR = 2  # columns of one
@@ -82,7 +83,7 @@ class TopScreen(App[None]):
 
     def action_stage(self) -> None:
         """Go on to the next stage, and after the last one to all."""
-        choices = ("", *top.STAGES)
+        choices = ("", *top_lines.LISTED)
         self._stage = choices[(choices.index(self._stage) + 1) % len(choices)]
         self._draw()
 
@@ -107,17 +108,17 @@ class TopScreen(App[None]):
         if self._snapshot is None:
             return
         width = self.size.width - 2
-        lines = top.head(self._snapshot, width)
+        lines = top_lines.head(self._snapshot, width)
         if self._failure:
             lines.insert(0, Text(f"not connected, figures are old: {self._failure}", style="bold red"))
         self.query_one("#head", Static).update(Text("\n").join(lines))
-        self.query_one("#lines", Static).update(Text("\n").join(top.host_lines(self._snapshot, width)))
+        self.query_one("#lines", Static).update(Text("\n").join(top_lines.host_lines(self._snapshot, width)))
         self._draw_jobs(self._snapshot, width - SCROLLBAR)
 
     def _draw_jobs(self, snapshot: Snapshot, width: int) -> None:
         table, words = self.query_one(DataTable), self.query_one(Input).value
-        jobs = top.listed(snapshot, self._stage, words)
-        heading, rows = top.job_rows(snapshot, jobs[:MOST_ROWS], width)
+        jobs = top_lines.listed(snapshot, self._stage, words)
+        heading, rows = top_lines.job_rows(snapshot, jobs[:MOST_ROWS], width)
         at, scrolled = table.cursor_row, table.scroll_offset
         with self.batch_update():
             table.clear(columns=True)
@@ -129,5 +130,6 @@ class TopScreen(App[None]):
             table.scroll_to(scrolled.x, scrolled.y, animate=False)
         chosen = [f"{self._stage} only" if self._stage else "", f"with “{words}”" if words else ""]
         more = f", the first {MOST_ROWS} are shown" if len(jobs) > MOST_ROWS else ""
-        table.border_title = f"{len(jobs)} of {len(snapshot.jobs)} jobs{more} {' '.join(filter(None, chosen))}".strip()
+        shown = f"{len(jobs)} of {number_of(len(snapshot.jobs), 'job')}{more}"
+        table.border_title = " ".join(filter(None, (shown, *chosen)))
         table.styles.border_top = ("solid", "gray")

@@ -59,6 +59,7 @@ class Observer(Generic[T]):
         self.failure = ""
         self.observations = 0
         self.since = clock.now()  # since when it is known, or unknown
+        self.asked: float | None = None  # since when an observation waits for its answer
         self._observe, self._clock, self._interval, self._seen = observe, clock, interval, seen
         self._began = clock.now()
         self._due: list[float] = []
@@ -77,7 +78,7 @@ class Observer(Generic[T]):
     async def run(self) -> None:
         """Observe until cancelled. Any failure makes the source unknown."""
         while True:
-            self._began = self._clock.now()
+            self._began = self.asked = self._clock.now()
             self._due = [due for due in self._due if due > self._began]
             try:
                 async with asyncio.timeout(TIMEOUT):
@@ -88,7 +89,7 @@ class Observer(Generic[T]):
                 self._unknown(f"{type(error).__name__}: {error}", traceback=True)
             else:
                 self.answered(latest)
-            self.observations += 1
+            self.observations, self.asked = self.observations + 1, None
             await self._wait()
 
     def answered(self, latest: Seen[T]) -> None:

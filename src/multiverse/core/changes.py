@@ -42,7 +42,7 @@ from multiverse.core.machines.template import (
     remove_templates,
 )
 from multiverse.core.machines.vm import adopt_vm, end_vm, end_vms, fail_vm, is_occupied, keep_vm_there
-from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.basics import CloneKind, Size, number_of
 from multiverse.core.model.host import OFF_STATES, Claim, Host, HostState, HypervisorView, KnownHost
 from multiverse.core.model.identity import serial_of
 from multiverse.core.model.job import OPEN_LEASES, Attempt, AttemptState, Job, JobState, Lease, LeaseState
@@ -600,7 +600,8 @@ def _remove(state: State, host: KnownHost, why: Reason) -> None:
         jobs = dict.fromkeys(vm.job_id or (a.job.job_id if (a := state.attempt_of(vm)) else "") for vm in vms)
         saved = ", ".join(one.job.job_id for one in states)
         of = f" of job {', '.join(filter(None, jobs))}" if any(jobs) else ""
-        kept = [f"{len(vms)} VMs{of}"] * bool(vms) + [f"{len(templates)} templates"] * bool(templates)
+        kept = [number_of(len(vms), "VM") + of] * bool(vms)
+        kept += [number_of(len(templates), "template")] * bool(templates)
         kept += [f"saved jobs in its memory ({saved})"] * bool(states)
         raise Refused(
             f"host {host.name} still has {' and '.join(kept)}",

@@ -86,6 +86,11 @@ class Context:
     def unix(self, monotonic: float) -> float:
         return monotonic + self.world.epoch
 
+    def job_of(self, attempt: Attempt) -> Job | None:
+        """The attempt's job as the scheduler shows it; None while it shows none, or another one of that id."""
+        job = self.scheduler.jobs.get(attempt.job.job_id) if self.world.scheduler is not None else None
+        return job if job is not None and job.ref == attempt.job else None
+
     def kept_by(self, job: Job) -> NodeReservation | None:
         """The scheduler's reservation that keeps a job from starting now."""
         found = self.scheduler.reservations

@@ -188,6 +188,7 @@ class _Judge:
             if need > have:
                 beside = bool(build.memory) and what in amounts[1:3]
                 held = what == "MiB of memory" and name in self._room.tight
+                what = "CPU" if (need, what) == (1, "CPUs") else what
                 return False, Why.LACKS(need=need, what=what, beside=int(beside), held=int(held)), max(0, have)
         return None
 
@@ -285,7 +286,7 @@ def _with_its_state(context: Context, attempt: Attempt, found: Explanation) -> E
     sentence = Why.HAS_STATE(why_evicted(saved), at=saved.begun, size=size, storage=saved.storage)
     if saved.kept:
         sentence = Why.IN_MEMORY(host=saved.kept)
-    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
+    job = context.job_of(attempt)
     if saved.hold and (job is None or job.held):
         held = Why.HELD_WITH_STATE(saved.reason)
         return replace(found, sentences=(sentence, held), todo=f"multiverse resume {attempt.job.job_id} lets it go on")
@@ -295,8 +296,8 @@ def _with_its_state(context: Context, attempt: Attempt, found: Explanation) -> E
 def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
     # Attempts may have been given up meanwhile; Slurm gives a job that it queues again a new submit time.
     time, state = max(0.0, context.unix(now) - attempt.job.submitted), context.state
-    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
-    if job is None or job.ref != attempt.job:
+    job = context.job_of(attempt)
+    if job is None:
         return _of((Why.WAITS if context.world.scheduler is None else Why.NOT_SHOWN)(time=time))
     if not job.eligible or attempt.waits_for_delay(job):
         return _of(*_kept_by_the_scheduler(context, attempt, job, time))
@@ -432,8 +433,8 @@ def _chosen(attempt: Attempt, vms: Iterable[Vm] = ()) -> Reason | None:
 
 
 def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: float) -> Reason:
-    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
-    if job is None or job.ref != attempt.job:
+    job = context.job_of(attempt)
+    if job is None:
         return Why.HAS_RUN(*where, time=time)
     if job.state is JobState.SUSPENDED:
         return Why.SUSPENDED(*where, time=time)
@@ -457,8 +458,8 @@ def _of_its_saves(context: Context, attempt: Attempt) -> list[Reason | None]:
 
 def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
     """Whether and when a running job is saved that asks for it."""
-    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
-    if attempt.request.save is None or job is None or job.ref != attempt.job:
+    job = context.job_of(attempt)
+    if attempt.request.save is None or job is None:
         return None
     if attempt.note and attempt.note.kind is Why.NOT_SAVED:
         return Why.CANNOT_BE_SAVED(*attempt.note.because)

@@ -27,6 +27,7 @@ from multiverse.core.model.host import Host, KnownHost
 from multiverse.core.model.identity import lease_name, token_of
 from multiverse.core.model.job import COMING_LEASES, OPEN_LEASES, Attempt, Lease, LeaseSpec, LeaseState
 from multiverse.core.model.reason import Why, said
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import TemplateState
 from multiverse.core.policy import LeasePolicy, Policy
 from multiverse.core.state import State, quarantine_on_error, why_earlier_run
@@ -209,13 +210,13 @@ class _Needs:
         alike = (self._context.state.queue.shape_of(attempt.id), job.limit, job.requeues, saved and saved.id)
         if alike in self._hopeless:
             return
-        left = attempt.request.nodes - self._place_in_sight(attempt)
+        left = attempt.request.nodes - self._place_in_sight(attempt, saved)
         if left > 0 and not self._place_on_leases(attempt, left):
             self._hopeless.add(alike)
 
-    def _place_in_sight(self, attempt: Attempt) -> int:
+    def _place_in_sight(self, attempt: Attempt, saved: Saved | None) -> int:
         context = for_attempt(self._context, attempt)
-        claims, on = self._claims_in_sight(context, attempt), Counter[str]()
+        claims, on = self._claims_in_sight(context, attempt, saved), Counter[str]()
 
         def accept(name: str) -> bool:
             return attempt.request.most_on_a_host(on[name] + 1) > on[name]
@@ -226,9 +227,9 @@ class _Needs:
             self.used[name].update(on)
         return on.total()
 
-    def _claims_in_sight(self, context: Context, attempt: Attempt) -> Mapping[str, Size]:
+    def _claims_in_sight(self, context: Context, attempt: Attempt, saved: Saved | None) -> Mapping[str, Size]:
         """What one VM of the attempt claims, on the hosts in sight that can make it."""
-        if (saved := context.state.saved_for(attempt.job)) is not None:
+        if saved is not None:
             return claims_to_restore(context, saved)
         alike = (context.state.queue.shape_of(attempt.id), context.without)
         if alike not in self._claims:

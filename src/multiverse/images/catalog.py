@@ -93,6 +93,18 @@ def list_images(images: Path) -> list[Image]:
     return found
 
 
+def incomplete_images(images: Path) -> dict[str, str]:
+    """Why directories with some of an image's files are no image, by name."""
+    complete = {image.name for image in list_images(images)}
+    names = dict.fromkeys(path.parent.name for file in FILES for path in sorted(images.glob(f"*/{file}")))
+    return {name: _why_incomplete(images / name) for name in names if name not in complete and name[0] != "."}
+
+
+def _why_incomplete(path: Path) -> str:
+    missing = [file for file in FILES if not (path / file).is_file()]
+    return f"lacks {', '.join(missing)}" if missing else f"has no readable {_MANIFEST}"
+
+
 def same(one: Image, other: Image) -> bool:
     """Whether two images were made of the same. They may be in different directories."""
     return replace(one, path=other.path) == other

@@ -179,9 +179,52 @@ SETTINGS_WAIT = Wrong(
 )  # fmt: skip
 EFFECT = Wrong(
     "effect", "warning", "{name}",
-    "{effect} of {subject} failed {failures} times in a row: {reason}",
-    "remove the cause; the next attempt is in {left:span}",
+    "{doing} failed {failures} times in a row: {reason}",
+    "remove the cause; it is tried again in {left:span}",
 )  # fmt: skip
+DOING = {
+    EffectKind.GATE: "putting {} back among the jobs that wait for VMs",
+    EffectKind.PIN: "tying {} to its VMs, so that Slurm starts it there,",
+    EffectKind.REQUEUE: "queuing {} again",
+    EffectKind.REVOKE: "cancelling {}",
+    EffectKind.HOLD: "holding {}",
+    EffectKind.WARN: "telling {} to end",
+    EffectKind.PREEMPT: "ending the run of {}",
+    EffectKind.RESTORE: "putting {} back into its own partition",
+    EffectKind.CREATE: "creating {}",
+    EffectKind.START: "starting {}",
+    EffectKind.OFFER: "making {}",
+    EffectKind.WITHDRAW: "withdrawing {}",
+    EffectKind.END: "ending {}",
+    EffectKind.REMOVE: "removing {}",
+    EffectKind.RELEASE: "ending {}",
+    EffectKind.DELETE: "deleting the node of {}",
+    EffectKind.SWEEP: "removing {}, which no record explains,",
+    EffectKind.BUILD: "building {}",
+    EffectKind.DROP: "removing {}",
+    EffectKind.FENCE: "fencing {}",
+    EffectKind.REQUEST: "submitting the pilot of {}",
+    EffectKind.GIVE_BACK: "cancelling the pilot of {}",
+    EffectKind.PREPARE: "keeping other jobs off the nodes of {}, which is to be saved,",
+    EffectKind.FREEZE: "stopping the processes of {}, which is to be saved,",
+    EffectKind.CUT: "having Slurm queue {} again, which is being saved,",
+    EffectKind.SAVE: "writing the state of {}",
+    EffectKind.CAPTURE: "writing a checkpoint of {}",
+    EffectKind.COPY: "copying the state of {}",
+    EffectKind.KEEP: "keeping the state of {} in memory",
+    EffectKind.QUEUE: "having Slurm queue {} again",
+    EffectKind.RESUME: "releasing {}, which was saved,",
+    EffectKind.THAW: "letting {} go on from its state",
+    EffectKind.UNDO: "letting {} go on, which was not saved,",
+    EffectKind.DISCARD: "removing the state of {}",
+    EffectKind.MOVE: "moving {}",
+    EffectKind.SETTLE: "ending the move of {}",
+    EffectKind.SLEEP: "freeing the memory of {}, whose job is suspended,",
+    EffectKind.DELAY: "extending the time limit of the job of {}",
+    EffectKind.WAKE: "letting {} go on, whose job was resumed,",
+    EffectKind.CANCEL: "cancelling pilot {}, which no record explains,",
+}
+"""What each effect does to what it is of, in an operator's words."""
 HELD_BACK = Wrong(
     "eviction", "warning", "{setting}-{name}",
     "[host {host} is not emptied][job {waiting} gets no room]: for {seconds:span} a limit has held back the eviction "
@@ -248,13 +291,16 @@ def of_reload(mistakes: str, waiting: Sequence[str]) -> list[Alert]:
     return [*wrong, *([SETTINGS_WAIT(keys=list(waiting))] if waiting else [])]
 
 
-def failing_effect(failure: Failure, now: float) -> Alert:
-    effect = failure.effect
-    subject = f"host {effect.text}" if effect.kind is EffectKind.FENCE else str(effect.key)
-    name, left = subject.replace(" ", "-"), failure.again_at - now
-    return EFFECT(
-        name=name, subject=subject, effect=effect.kind, failures=failure.times, reason=failure.reason, left=left
-    )
+def failing_effect(failure: Failure, rows: Rows, now: float) -> Alert:
+    effect, left = failure.effect, failure.again_at - now
+    name = f"host-{effect.text}" if effect.kind is EffectKind.FENCE else _name_of(effect.key)
+    row = tables(rows)[effect.key.kind].get(effect.key.id)
+    if isinstance(row, Attempt | Saved):
+        subject = f"job {row.job.job_id}"
+    else:
+        subject = _label(rows, row) if row is not None else effect.text or str(effect.key)
+    doing = DOING[effect.kind].format(subject)
+    return EFFECT(name=name, doing=doing, failures=failure.times, reason=failure.reason, left=left)
 
 
 def evictions_held_back(held: Iterable[Step], policy: Policy, now: float) -> Iterator[Alert]:

@@ -160,6 +160,7 @@ class Backend:
     statistics: Statistics = field(default_factory=Statistics)
     reload: SettingsReload | None = None  # None where the settings are of no file
     made_images: Callable[[], Sequence[Image]] = tuple  # on this machine
+    advised: Callable[[str], str] = str  # what is to be done here in place of what a site's operator is advised to
 
     def _rows(self) -> Rows:
         return self.controller.state.rows()
@@ -208,12 +209,13 @@ class Backend:
                 for name, why in sorted(controller.state.placement_faults.items())
             ),
             *alerts.evictions_held_back(controller.held_evictions(), controller.policy, now),
-            *(alerts.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
+            *(alerts.failing_effect(one, rows, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
             *(alerts.ORPHAN(name=name) for name in controller.orphans()),
             *(api.Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
             *(alerts.of_reload(self.reload.mistakes, self.reload.waiting) if self.reload else ()),
             *self.permanent,
         ]
+        found = [replace(one, remedy=self.advised(one.remedy)) for one in found]
         return [replace(one, command=alerts.command_of(one)) for one in found]
 
     async def metrics(self) -> bytes:
@@ -314,8 +316,10 @@ class Backend:
             controller.held_back(),
             {names[one.effect.key]: one.reason for one in fences},
             controller.staying(),
+            frozenset((controller.policy.image, *(pool.image for pool in controller.policy.pools))),
         )
-        return host_views(rows, controller.world(), self.clock.now(), troubles)
+        found = host_views(rows, controller.world(), self.clock.now(), troubles)
+        return [replace(one, todo=self.advised(one.todo)) for one in found]
 
     def evictions(self) -> list[api.EvictionView]:
         """The jobs that would leave their hosts now. Nothing is begun."""

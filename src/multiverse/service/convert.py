@@ -28,8 +28,6 @@ Tell = Callable[[Reason | None], str]  # words a reason, as far as whoever asks 
 
 # --- jobs -------------------------------------------------------------------------------------------------
 
-STAGES = ("waiting", "provisioning", "running", "ending")
-
 UNKNOWN_ORDER = 1 << 52
 """The place of a job that the scheduler does not show: behind all others. JavaScript can represent it."""
 
@@ -48,7 +46,7 @@ _STAGE_OF_A_JOB = {
 def stage_counts(attempts: Iterable[Attempt]) -> dict[str, int]:
     """The number of these live attempts in each stage that a user knows."""
     found = Counter(_STAGE_OF_A_JOB[one.state] for one in attempts)
-    return {stage: found[stage] for stage in STAGES}
+    return {stage: found[stage] for stage in api.STAGES}
 
 
 class ShownJob(NamedTuple):
@@ -179,6 +177,7 @@ def source_view(source: Observer[Any], now: float) -> api.SourceView:
         age=now - source.latest.began if source.latest else 0.0,
         unknown_for=0.0 if source.latest else now - source.since,
         failure=source.failure,
+        awaited=0.0 if source.asked is None else now - source.asked,
     )
 
 

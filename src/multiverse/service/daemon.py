@@ -35,6 +35,7 @@ from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service import startup
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend, UtilizationReader
+from multiverse.service.lab_advice import in_lab, lab_of
 from multiverse.service.publisher import Publisher
 from multiverse.service.reload import SettingsReload
 from multiverse.service.statistics import MoveLog, Statistics
@@ -82,6 +83,7 @@ async def serve(settings: Settings, file: Path | None = None) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them. The settings
     are read again from `file` at each SIGHUP."""
     reload = SettingsReload(file, settings) if file is not None else None
+    lab = lab_of(file) if file is not None else None
     _restrict_access(settings)
     placements.check(settings.placement.policy)
     bundles = platform_bundles(settings)
@@ -126,6 +128,7 @@ async def serve(settings: Settings, file: Path | None = None) -> None:
             statistics,
             reload,
             partial(list_images, settings.qemu.images),
+            str if lab is None else partial(in_lab, lab),
         )
         for notice in notices:
             event = "setting of Slurm has no effect on VMs" if notice.kind == "unserved" else "VMs of another site"

@@ -17,6 +17,7 @@ from multiverse.client import Client
 from multiverse.config import Settings, folded, is_host, web_address
 from multiverse.core.errors import MultiverseError
 from multiverse.ports.site import Finding, Level
+from multiverse.service.lab_advice import in_lab, lab_of
 from multiverse.site import checking
 from multiverse.site.checking import tried
 from multiverse.site.machine import note, problem
@@ -29,9 +30,9 @@ def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True)
     lab = lab_of(config)
     yield Examination("settings", tuple(tried(partial(_settings_file, config))))
     own = _of_controller(settings, config, source)
-    yield from own if lab is None else _of_lab(lab, own)
-    yield from _as_host(settings, kvm=kvm)
-    yield from _through_the_daemon(settings)
+    yield from _advised(lab, own if lab is None else _of_lab(lab, own))
+    yield from _advised(lab, _as_host(settings, kvm=kvm))
+    yield from _advised(lab, _through_the_daemon(settings, kvm=kvm))
 
 
 def examine_before(settings: Settings, config: Path, source: Path, *, kvm: bool = True) -> Iterator[Examination]:
@@ -51,7 +52,7 @@ def examine_agent(settings: Settings, config: Path, *, kvm: bool = True, before:
         yield from _of_lab(lab, [Examination("agent", found)])
     elif not before:
         yield Examination("agent", tuple(tried(lambda: checking.check_agent(settings, config))))
-    yield from _of_platforms(settings, kvm=kvm)
+    yield from _advised(lab, _of_platforms(settings, kvm=kvm))
 
 
 def _of_controller(settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
@@ -107,11 +108,13 @@ _OF_SITES = re.compile(r"systemctl|systemd|multiverse site|^start |restart slurm
 """In the remedies that begin with a site's services and files."""
 
 
-def lab_of(config: Path) -> Path | None:
-    """The directory of the lab whose settings these are; None if they are a site's."""
-    if not config.exists() or not config.read_text().startswith("# Written by `multiverse lab up`"):
-        return None
-    return config.parent.parent
+def _advised(lab: Path | None, found: Iterable[Examination]) -> Iterator[Examination]:
+    """The same, with the advice for a lab's user if it is a lab."""
+    for one in found:
+        own = one.findings
+        if lab is not None:
+            own = tuple(each._replace(remedy=in_lab(lab, each.remedy)) for each in own)
+        yield replace(one, findings=own)
 
 
 def _of_lab(lab: Path, found: Iterable[Examination]) -> Iterator[Examination]:
@@ -129,7 +132,7 @@ def _of_lab(lab: Path, found: Iterable[Examination]) -> Iterator[Examination]:
 # --- through the daemon ----------------------------------------------------------------------------
 
 
-def _through_the_daemon(settings: Settings) -> Iterator[Examination]:
+def _through_the_daemon(settings: Settings, *, kvm: bool) -> Iterator[Examination]:
     """What the daemon knows of all hosts and of itself."""
     try:
         with Client(settings.socket) as client:
@@ -138,13 +141,14 @@ def _through_the_daemon(settings: Settings) -> Iterator[Examination]:
         yield Examination("hosts and alerts", skipped=f"{error.message}; see daemon")
         return
     for host in hosts:
-        yield Examination(f"host {host.name}", tuple(of_host(host, settings.host.name)))
+        yield Examination(f"host {host.name}", tuple(of_host(host, settings.host.name, kvm=kvm)))
     yield Examination("CPUs of hosts between which VMs move", tuple(of_cpus(hosts)))
     yield Examination("alerts", tuple(of_status(status)))
 
 
-def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
-    """What the daemon says of a host that is not as it should be. `own`: the name of this machine as a host."""
+def of_host(host: HostView, own: str = "", *, kvm: bool = True) -> Iterator[Finding]:
+    """What the daemon says of a host that is not as it should be. `own`: the name of this machine as a host, on which
+    KVM was tried with `kvm`."""
     if host.state != "up" or not host.reachable:
         said = "; ".join(filter(None, (host.reason, host.why))) or f"its state is {host.state}"
         level = Level.NOTE if host.reachable and host.state in ("closing", "draining", "drained") else Level.PROBLEM
@@ -156,17 +160,27 @@ def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
             "it has no image, so no VM can be made there",
             f"multiverse image push NAME {host.name}, or set image.source",
         )
-    if host.accelerator == "tcg":
+    elif host.lacks:
+        yield note(
+            f"images of {host.name}",
+            f"it has no image {', '.join(host.lacks)}, so no job of that image starts there",
+            f"it is copied there once a job waits for it, if the controller's machine has it: multiverse image list; "
+            f"at once: multiverse image push {host.lacks[0]} {host.name}",
+        )
+    if host.accelerator == "tcg" and not (host.name == own and kvm):  # or else the machine's own examination says why
+        where = "on that host: multiverse doctor --agent"
+        if host.name == own:
+            where = "here: multiverse doctor, without --no-kvm"
         yield note(
             f"KVM on {host.name}",
             "its guests are emulated, several times slower than on KVM",
-            f"see why, on that host: multiverse doctor{' --agent' if host.name != own else ''}",
+            f"see why, {where}; if it has no KVM, no action is needed",
         )
     if host.machine is not None and host.declared.memory > host.machine.memory:
         yield problem(
             f"memory of {host.name}",
             f"{host.declared.memory} MiB are declared for VMs, but the machine has {host.machine.memory} MiB",
-            "declare less memory in [host], or in the host's class",
+            f"set memory = {host.machine.memory} or less in [host], or in the host's class",
         )
 
 

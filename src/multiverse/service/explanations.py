@@ -233,7 +233,7 @@ def _time(at: float) -> float | None:
 
 def _kept_by_the_scheduler(context: Context, attempt: Attempt) -> Job | None:
     """The job of the attempt, if the scheduler itself keeps it waiting."""
-    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
-    if job is None or job.ref != attempt.job or attempt.state is not AttemptState.QUEUED:
+    job = context.job_of(attempt)
+    if job is None or attempt.state is not AttemptState.QUEUED:
         return None
     return None if job.eligible and not attempt.waits_for_delay(job) else job

@@ -37,6 +37,7 @@ class Troubles:
     held_back: Mapping[str, Reason]  # why silent ones are not fenced
     fences: Mapping[str, str]  # what a fence command that fails has said
     staying: Mapping[str, str]  # why a VM stays on a drained host from which VMs are to move
+    images: frozenset[str] = frozenset()  # that the settings name: hosts may lack them
 
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
@@ -142,6 +143,7 @@ def _view(
         accelerator=host.accelerator,
         abilities=tuple(sorted(host.abilities)),
         images={image: tuple(sorted(can)) for image, can in sorted(host.images.items())},
+        lacks=tuple(sorted(troubles.images - host.images.keys())) if reachable else (),
         vms=len(mine),
         available=host.available if reachable else 0,
         private=sum(vm.private for vm in vms),

@@ -10,6 +10,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pyroute2 import IPRoute
@@ -32,6 +33,9 @@ _INTERFACES = Path("/sys/class/net")
 _ETC = Path("/etc")
 _START_BRIDGE = "systemctl enable multiverse-bridge and systemctl restart multiverse-bridge"
 
+
+PATIENCE = 5.0  # seconds
+NO_ANSWER = "slurmctld does not answer"
 
 Part = Callable[[], Iterable[Finding]]  # a part of an examination
 
@@ -262,13 +266,20 @@ def has_address(bridge: str, address: str) -> bool:
         return address in {each.get_attr("IFA_ADDRESS") for each in found}
 
 
+def asking(settings: Settings) -> SlurmCommands:
+    """Slurm's commands for an examination. They wait no longer than `PATIENCE` for slurmctld: scontrol itself tries for
+    most of a minute."""
+    slurm = settings.slurm
+    return SlurmCommands(replace(slurm, command_timeout=min(slurm.command_timeout, PATIENCE)))
+
+
 def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     """Whether the running slurmctld has read the files."""
-    commands = SlurmCommands(settings.slurm)
+    commands = asking(settings)
     try:
         shown = asyncio.run(commands.run("scontrol", "show", "config"))
     except Unknown as error:
-        yield problem("slurmctld", f"slurmctld does not answer: {error.message}", "start slurmctld")
+        yield problem("slurmctld", f"{NO_ANSWER}: {error.message}", "start slurmctld; if it runs, see its log")
         return
     match = re.search(r"^MaxNodeCount\s*=\s*(\d+)", shown, re.MULTILINE)
     configured = site.number("MaxNodeCount") or 0

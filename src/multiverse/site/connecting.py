@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from multiverse.agent.connection import command_of
 from multiverse.config import Settings, load
 from multiverse.core.errors import Broken, Refused, Unknown
+from multiverse.core.model.basics import number_of
 from multiverse.ports.site import Finding
 from multiverse.site.checking import check_agent, is_ready
 from multiverse.site.installing import add, plan_agent, removals, stop, take_back
@@ -173,7 +174,7 @@ def distrust(setup: HostSetup, config: Path) -> Iterator[str]:
         vms = sorted(path.name for path in settings.qemu.vms.glob("mv*") if path.is_dir())
         if vms:
             raise Refused(
-                f"{len(vms)} VMs are on {setup.host}: {' '.join(vms[:8])}",
+                f"{setup.host} has {number_of(len(vms), 'VM')}: {' '.join(vms[:8])}",
                 hint=f"run multiverse hosts drain {setup.host} on the controller, and wait until the jobs have ended",
             )
         yield from (f"failed: {said}" for said in stop(settings, agent=True))

@@ -16,6 +16,7 @@ from multiverse.api import VmView, decode
 from multiverse.client import Client
 from multiverse.config import Settings
 from multiverse.core.errors import Broken, MultiverseError, Refused
+from multiverse.core.model.basics import number_of
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.site import conf, install, requirements
 from multiverse.drivers.slurm.site.conf import SiteConf
@@ -270,13 +271,13 @@ def _vms(settings: Settings) -> list[str]:
             names = [one.name for one in decode(list[VmView], client.vms())]
     except MultiverseError:  # no daemon runs: what is on this machine
         names = [path.name for path in sorted(settings.qemu.vms.glob("mv*")) if path.is_dir()]
-    return [f"{len(names)} VMs: {_some(names)}"] if names else []
+    return [f"{number_of(len(names), 'VM')}: {_some(names)}"] if names else []
 
 
 async def _used_in_slurm(settings: Settings) -> list[str]:
     commands, slurm = SlurmCommands(settings.slurm), settings.slurm
     jobs = (await commands.run("squeue", "-h", "-a", "-p", slurm.partition, "-o", "%i")).split()
-    found = [f"{len(jobs)} jobs in partition {slurm.partition}: {_some(jobs)}"] if jobs else []
+    found = [f"{number_of(len(jobs), 'job')} in partition {slurm.partition}: {_some(jobs)}"] if jobs else []
     shown = await commands.run("scontrol", "show", "reservation", "--oneliner")
     for line in shown.splitlines():
         fields = dict(re.findall(r"(\w+)=(\S*)", line))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Broken, MultiverseError, Refused
+from multiverse.core.model.basics import number_of
 from multiverse.core.model.machine import HOST_CPU
 from multiverse.host import cgroups, path_security
 from multiverse.host.qemu import abilities, cpus
@@ -242,7 +243,9 @@ def _of_kvm(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         yield note(
             "KVM",
             f"KVM does not run guests, so they are emulated, several times slower: {facts.kvm}",
-            "enable virtualisation in the firmware, load kvm_intel or kvm_amd, and check the rights of /dev/kvm",
+            "enable virtualisation in the firmware (of a virtual machine: nested virtualisation on its host), load "
+            "kvm_intel or kvm_amd, and check the rights of /dev/kvm; if there is none, no action is needed, or "
+            'set accel = "tcg" in [qemu], so that it is not tried any more',
         )
 
 
@@ -281,7 +284,8 @@ def _of_memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         yield note(
             "host.memory",
             f"{host.memory} MiB are declared for VMs, and {facts.memory_available} MiB are available now",
-            "no action is needed if VMs have the rest; or else declare less in [host]",
+            f"no action is needed if VMs have the rest; or else set memory = {facts.memory_available} in [host], or in "
+            "this host's class",
         )
 
 
@@ -289,7 +293,8 @@ def _of_cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     if settings.host.cores > facts.cpus:
         yield note(
             "host.cores",
-            f"{settings.host.cores} CPUs are declared for VMs, but the machine has {facts.cpus}: jobs will share them",
+            f"host.cores declares {number_of(settings.host.cores, 'CPU')} for VMs, but the machine has {facts.cpus}: "
+            "jobs will share them",
             f"set cores = {facts.cpus} in [host], or in this host's class, unless that is meant",
         )
 

@@ -13,6 +13,7 @@ import typer
 from multiverse.cli import progress, render
 from multiverse.cli.render import console
 from multiverse.client import Client
+from multiverse.core.model.basics import number_of
 from multiverse.system import interrupts
 from multiverse_lab.bench import density as densities
 from multiverse_lab.bench.density import DensityBounds, DensityStep
@@ -68,11 +69,12 @@ def density(
 
 async def _density(directory: Path, options: LabOptions, bounds: DensityBounds, json: bool) -> dict[str, Any]:
     def measured(step: DensityStep) -> None:
-        progress.present().say(f"{step.vms} VMs")
+        progress.present().say(number_of(step.vms, "VM"))
         if not json:
             console.print(
-                f"  {step.vms:>4} VMs: the last started after {render.duration(step.slowest)}; {step.private:.1f} MiB "
-                f"each their own; {render.memory(step.available)} available; CPUs {step.busy:.0%}",
+                f"  {number_of(step.vms, 'VM'):>8}: the last started after {render.duration(step.slowest)}; "
+                f"{step.private:.1f} MiB each their own; {render.memory(step.available)} available; "
+                f"CPUs {step.busy:.0%}",
                 markup=False,
             )
 
@@ -121,4 +123,4 @@ def _print(found: Mapping[str, Any]) -> None:
         )
     render.show(table, "Not one job started.")
     end = f"then gave out: {found['gave_out']}" if found["gave_out"] else "and nothing had given out"
-    console.print(f"{found['vms']} VMs ran jobs at once, {end}", markup=False)
+    console.print(f"{number_of(found['vms'], 'VM')} ran jobs at once, {end}", markup=False)

@@ -13,10 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
+from multiverse.cli import render
 from multiverse.cli.arguments import mebibytes
 from multiverse.cli.render import as_json, console, duration, show, table
 from multiverse.config import Settings, examined_as, host_names
 from multiverse.core.errors import Refused
+from multiverse.core.model.basics import number_of
 from multiverse.system import interrupts
 from multiverse_lab.lab import lifecycle, users_command
 from multiverse_lab.lab.configure import users_environment
@@ -107,18 +109,21 @@ def up(
         console.print(
             "Jobs have no VMs inside them: Slurm's plugin is not built. Build it, and repeat this: make spank"
         )
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     console.print(
-        f"{_who(settings)} {settings.host.cores} cores and {settings.host.memory} MiB for VMs; this machine has "
-        f"{os.cpu_count()} and {machine}.",
+        _declared(settings),
         f'Next: eval "$({_command(where.root, directory)} env)"',
         sep="\n",
         markup=False,
     )
 
 
-def _who(settings: Settings) -> str:
-    return f"Each of {', '.join(host_names(settings))} declares" if settings.hosts else "The lab declares"
+def _declared(settings: Settings) -> str:
+    where = f"On each of {', '.join(host_names(settings))}, VMs" if settings.hosts else "VMs"
+    own, machine = settings.host, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    return (
+        f"{where} may claim {number_of(own.cores, 'CPU')} and {render.memory(own.memory)} of memory. They share this "
+        f"machine, which has {number_of(os.cpu_count() or 1, 'CPU')} and {render.memory(machine)}."
+    )
 
 
 def _command(root: Path, directory: Path | None) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from multiverse.cli import progress, render
 from multiverse.core.errors import Broken, Refused
+from multiverse.core.model.basics import number_of
 from multiverse_lab.cli import simulated_cluster
 
 if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay other commands
@@ -75,12 +76,13 @@ def fuzz(
             if done % 50 == 0:
                 say(f"{done} of {seeds} seeds, {bad or 'none'} broke a promise")
     render.console.print(
-        f"{done} seeds, {jobs} jobs, {commits} commits, {sum(faults.values())} faults of calls, {crashes} crashes "
-        f"of the controller, in {render.duration(time.monotonic() - began)}: {bad or 'none'} broke a promise",
+        f"{number_of(done, 'seed')}, {number_of(jobs, 'job')}, {number_of(commits, 'commit')}, "
+        f"{number_of(sum(faults.values()), 'fault')} of calls, {number_of(crashes, 'crash', 'crashes')} of the "
+        f"controller, in {render.duration(time.monotonic() - began)}: {bad or 'none'} broke a promise",
         highlight=False,
     )
     if bad:
-        raise Broken(f"{bad} seeds broke a promise", hint="run multiverse simulate shrink SEED")
+        raise Broken(f"{number_of(bad, 'seed')} broke a promise", hint="run multiverse simulate shrink SEED")
 
 
 @app.command()

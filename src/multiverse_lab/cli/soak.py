@@ -15,6 +15,7 @@ from rich.text import Text
 from multiverse.cli import progress, render
 from multiverse.cli.render import console, duration
 from multiverse.core.errors import Broken
+from multiverse.core.model.basics import number_of
 from multiverse.images.build import build as build_image
 from multiverse.system import interrupts
 from multiverse_lab.cli.bench import AMPLE_DISK, lab_progress
@@ -56,7 +57,7 @@ def soak(
         _print(result, seed, minutes)
     if not result.good:
         raise Broken(
-            f"seed {seed}: {sum(bool(one.violations) for one in result.verdicts)} jobs broke a promise, "
+            f"seed {seed}: {number_of(sum(bool(one.violations) for one in result.verdicts), 'job')} broke a promise, "
             f"{len(result.died)} services ended by themselves, and {len(result.leftovers)} things are left",
             hint=f"see the logs in {directory}/log",
         )
@@ -89,7 +90,9 @@ async def _soak(directory: Path, images: Path, plan: SoakPlan, silent: bool) -> 
 
 def _print(result: SoakResult, seed: int, minutes: float) -> None:
     count = Counter(one.ending for one in result.verdicts)
-    console.print(f"\n[bold]{len(result.verdicts)} jobs[/] in {duration(minutes * 60)}, seed {seed}", end="")
+    console.print(
+        f"\n[bold]{number_of(len(result.verdicts), 'job')}[/] in {duration(minutes * 60)}, seed {seed}", end=""
+    )
     console.print(f"; {result.put_off} more were planned, but too many waited" if result.put_off else "")
     if result.stopped:
         console.print("The test was interrupted, and its last jobs were cancelled.", style="yellow")

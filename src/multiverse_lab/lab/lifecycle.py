@@ -13,6 +13,7 @@ from typing import Any
 
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
+from multiverse.core.model.basics import number_of
 from multiverse.system.interrupts import whole
 from multiverse.system.locks import try_locked_directory
 from multiverse_lab.lab import baremetal, bridge, process, router, users_command, vms
@@ -113,10 +114,10 @@ def _check_hosts(where: Layout, options: LabOptions) -> None:
     if all(one in (None, there) for one, there in wanted):
         return
     if any(service.running(where) for service in services(plan)):
-        nodes = f" and {plan.physical} bare-metal node{'s' if plan.physical > 1 else ''}" if plan.physical else ""
+        nodes = f" and {number_of(plan.physical, 'bare-metal node')}" if plan.physical else ""
         between = ", a router" if plan.routed else ""
         raise Refused(
-            f"the lab in {where.root} runs with {plan.hosts} host{'s' if plan.hosts > 1 else ''}{between}{nodes}",
+            f"the lab in {where.root} runs with {number_of(plan.hosts, 'host')}{between}{nodes}",
             hint="bring it down first: multiverse lab down",
         )
 

@@ -404,7 +404,15 @@ class QemuBundle:
         """See `PlatformBundle`: this machine as a host."""
         facts = machine.of_machine(settings, kvm=run_guests)
         for name, found in machine.examine(settings, facts):
-            skipped = "not tried" if name == "KVM runs guests" and facts.kvm is None else ""
+            untried = name == "KVM runs guests" and facts.kvm is None
+            why = (
+                'accel = "tcg" in [qemu]'
+                if settings.qemu.accel == "tcg"
+                else "--no-kvm"
+                if not run_guests
+                else "no QEMU"
+            )
+            skipped = f"not tried: {why}" if untried else ""
             yield Examination(name, tuple(found), skipped)
 
 

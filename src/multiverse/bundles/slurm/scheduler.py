@@ -291,17 +291,25 @@ def _of_slurm(settings: Settings, config: Path, site: SiteConf) -> Iterator[Exam
     except MultiverseError as error:
         yield _broken("Slurm's commands", error)
         return
+    silent = False
     for name, part in checking.parts(settings, config, site, release).items():
-        yield Examination(name, tuple(tried(part)))
-    more: dict[str, Part] = {
+        found = tuple(tried(part))
+        silent |= any(each.message.startswith(checking.NO_ANSWER) for each in found)
+        yield Examination(name, found)
+    asking: dict[str, Part] = {
         "slurmd in the guests": lambda: _guests(settings),
-        "node sets": lambda: requirements.node_sets(settings.slurm, site),
         "reservations": lambda: _reservations(settings),
+    }
+    more: dict[str, Part] = {
+        "node sets": lambda: requirements.node_sets(settings.slurm, site),
         "name service": lambda: names(site),
         "port of slurmctld": lambda: _slurmctld_port(settings, site),
     }
-    for name, part in more.items():
-        yield Examination(name, tuple(tried(part)))
+    for name, part in (asking | more).items():
+        if silent and name in asking:
+            yield Examination(name, skipped=checking.NO_ANSWER)
+        else:
+            yield Examination(name, tuple(tried(part)))
 
 
 def before(settings: Settings, source: Path) -> Iterator[Examination]:
@@ -325,7 +333,7 @@ def before(settings: Settings, source: Path) -> Iterator[Examination]:
 
 def _guests(settings: Settings) -> Iterator[Finding]:
     """Whether the slurmctld that runs accepts the slurmd of each image. Raises `Unknown` if none answers."""
-    shown = asyncio.run(SlurmCommands(settings.slurm).run("scontrol", "show", "config"))
+    shown = asyncio.run(checking.asking(settings).run("scontrol", "show", "config"))
     found = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", shown, re.MULTILINE)
     running = requirements.version(f"slurm {found[1] if found else ''}")
     images = list_images(settings.qemu.images)
@@ -333,8 +341,7 @@ def _guests(settings: Settings) -> Iterator[Finding]:
 
 
 def _reservations(settings: Settings) -> Iterator[Finding]:
-    commands = SlurmCommands(settings.slurm)
-    shown = asyncio.run(commands.run("scontrol", "show", "reservation", "--oneliner"))
+    shown = asyncio.run(checking.asking(settings).run("scontrol", "show", "reservation", "--oneliner"))
     yield from requirements.reservations(settings.slurm, shown)
 
 

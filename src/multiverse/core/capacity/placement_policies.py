@@ -27,7 +27,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from multiverse.core.capacity_index import Part
-from multiverse.core.model.basics import CloneKind, Placement, Size
+from multiverse.core.model.basics import CloneKind, Placement, Size, number_of
 from multiverse.core.policy import Policy
 
 if TYPE_CHECKING:
@@ -197,13 +197,13 @@ def why_impossible(chosen: object, vms: int, hosts: Sequence[CandidateHost]) -> 
     if isinstance(chosen, str) or not isinstance(chosen, Sequence) or not all(isinstance(one, str) for one in chosen):
         return f"it must return a list of host names, and returned {chosen!r:.200}"
     if len(chosen) != vms:
-        return f"it chose {len(chosen)} hosts for {vms} VMs"
+        return f"it chose {number_of(len(chosen), 'host')} for {number_of(vms, 'VM')}"
     holds = {one.name: one.holds for one in hosts}
     for name in chosen:
         if name not in holds:
             return f"it chose {name!r:.100}, which is none of the hosts that fit"
         if chosen.count(name) > holds[name]:
-            return f"it chose {name} for {chosen.count(name)} VMs, and {holds[name]} fit there"
+            return f"it chose {name} for {number_of(chosen.count(name), 'VM')}, and {holds[name]} fit there"
     return ""
 
 

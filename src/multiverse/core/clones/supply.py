@@ -38,7 +38,7 @@ from multiverse.core.clones.spares import give_back, parked_for
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import replace_vms, return_attempt
 from multiverse.core.machines.vm import plan_vm
-from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.basics import CloneKind, Depth, Size, number_of
 from multiverse.core.model.host import Claim
 from multiverse.core.model.identity import mac_of, token_of, vm_name
 from multiverse.core.model.job import Attempt
@@ -129,7 +129,7 @@ def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence
     if not made or len(context.hosts) < 2:
         return {}
     able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
-    which = f"{len(able)} hosts"
+    which = number_of(len(able), "host")
     if choice.forks:
         which = f"{len(wish_of(context, attempt, able).ready())} of {which} with its template"
     name = placement_of(context, attempt)
@@ -297,7 +297,10 @@ def claims_to_restore(context: Context, saved: Saved) -> HostMap[Size]:
 
 
 def supply_missing(context: Context, missing: VmsMissing) -> None:
-    """Plan the VMs that an attempt lacks, or give its job back to the gate if there is no room for them."""
+    """Plan the VMs that an attempt lacks, or give its job back to the gate if there is no room for them now.
+
+    Its reason is then why it lacks them. The room may lack because the failed VMs are not gone yet, and admission says
+    what the job waits for."""
     state = context.state
     attempt = state.attempts.get(missing.attempt)
     if attempt is None or not context.world.sees_hosts:
@@ -314,7 +317,7 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     chosen = place_vms(context, room, wanted, claims, attempt, HostLimits(limit=others_on(state, attempt)))
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
-        why = Why.AND(missing.reason, Why.IMAGELESS() if imageless else Why.NO_ROOM_LEFT())
+        why = Why.AND(missing.reason, Why.IMAGELESS()) if imageless else missing.reason
         state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=missing.counts and not imageless))
         return
     story = describe(choice, vms, **placed_by(context, attempt, choice, vms))

@@ -11,6 +11,11 @@ from typing import Literal, NamedTuple
 RowKind = Literal["attempt", "vm", "template", "offer", "host", "lease", "saved"]
 
 
+def number_of(count: int, what: str, several: str = "") -> str:
+    """A number of things, for people: 1 host, 2 hosts. `several`: their word unless it only has an s more."""
+    return f"{count} {what if count == 1 else several or f'{what}s'}"
+
+
 class Key(NamedTuple):
     """Names a row by its number. The number of a VM, and of its offer, is the VM's serial."""
 
@@ -71,7 +76,7 @@ class Size:
     net: int = 0  # Mbit/s each way; 0 of a VM: no limit, and no claim
 
     def __str__(self) -> str:
-        text = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}, {self.memory} MiB"
+        text = f"{number_of(self.cpus, 'CPU')}, {self.memory} MiB"
         text = f"{text}, {self.disk} MiB disk" if self.disk else text
         return f"{text}, {self.net} Mbit/s" if self.net else text
 

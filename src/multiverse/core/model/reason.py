@@ -21,6 +21,8 @@ from math import ceil
 from string import Formatter
 from typing import Any
 
+from multiverse.core.model.basics import number_of
+
 _OPTIONAL = re.compile(r"\[([^\]]*)\]")
 
 
@@ -70,7 +72,7 @@ _FORMS: dict[str, Any] = {
     "or now": lambda left: f"in {_span(left)} at the earliest" if left > 0 else "now",
     "or at once": lambda left: f"in {_span(left)} at the earliest" if left > 0 else "at once",
     "times": lambda number: "once" if number == 1 else f"{number} times in a row",
-    "jobs": lambda number: "1 job is" if number == 1 else f"{number} jobs are",
+    "jobs": lambda number: f"{number_of(number, 'job')} {'is' if number == 1 else 'are'}",
     "vms": lambda number: "a VM of " if number == 1 else f"{number} VMs of ",
     "vms fit": lambda number: "fits" if number == 1 else "fit",
     "vms fit together": lambda number: "fits on no host" if number == 1 else "do not fit on all hosts together",
@@ -79,7 +81,7 @@ _FORMS: dict[str, Any] = {
     "four": lambda texts: some(texts, 4),
     "": lambda value: "; ".join(value) if isinstance(value, list) else str(value),
 }
-"""How a figure is written; others are as in Python."""
+"""How a figure is written; `n host` is a number of hosts, and others are as in Python."""
 
 
 class _Words(Formatter):
@@ -89,6 +91,8 @@ class _Words(Formatter):
         return kwargs.get(key, "")
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("n "):
+            return number_of(value, format_spec[2:]) if value != "" else ""
         form = _FORMS.get(format_spec)
         return "" if value == "" else str(form(value) if form else format(value, format_spec))
 
@@ -241,7 +245,7 @@ class Why(StrEnum):
     REQUEUE_FORGOTTEN = ("requeue forgotten",
         "the scheduler was killed, and has forgotten that it queued the job again: it is to do so once more")
     SAVED_TOO_SMALL = ("saved too small",
-        "it was changed since it was saved in a VM of {cpus} CPUs with {memory} MiB: change it back", "saved")
+        "it was changed since it was saved in a VM of {cpus:n CPU} with {memory} MiB: change it back", "saved")
     SAVED_FITS_NOWHERE = ("saved fits nowhere",
         "{vms:vms}{node}, as it was saved, {vms:vms fit} on no host that reaches its state",
         "saved")
@@ -276,7 +280,7 @@ class Why(StrEnum):
     WILL_BE_DRAINED = "will be drained", "to be drained before the job has surely ended[ ({because})]"
     SHORT_OF_DISK = "short of disk", "less than {floor} MiB of disk are available there"
     PACED_THERE = "paced there", "{clones} clones wait for their pace there"
-    TOO_SMALL = "too small", "too small: {cpus} CPUs and {memory} MiB[ and {net} Mbit/s] for VMs"
+    TOO_SMALL = "too small", "too small: {cpus:n CPU} and {memory} MiB[ and {net} Mbit/s] for VMs"
     LACKS = ("lacks", "full: {need} {what} needed[ with its template{beside:if}], {least}[ to {most}] free"
         "[, because others on its machine hold memory{held:if}]")
     BEING_REMOVED = "being removed", "the template of image {image} is being removed"
@@ -292,8 +296,8 @@ class Why(StrEnum):
         "{because}: the scheduler has yet to give up telling the VM that is gone to end the job, which the restored VM "
         "would obey")
     SHORT_RUNS = ("short runs",
-        "[held by Multiverse: {held:if}]its last {runs} runs ended within {limit:g} s of their start; of the last one: "
-        "{because}")
+        "[held by Multiverse: {held:if}]its last {runs:n run} ended within {limit:g} s of their start; of the last "
+        "one: {because}")
     ON_PHYSICAL = "on physical node", "it has started on a physical node of partition {partition}"
     RESULT = "result", "{word}[ (exit code {code})]"
     UNOPENED = ("unopened",
@@ -310,7 +314,7 @@ class Why(StrEnum):
     REQUEST_CHANGED = "request changed", "the job's request was changed"
     VM_LOST = "vm lost", "a VM was lost"
     VM_LOST_BEFORE = "vm lost before", "a VM was lost before the job ran"
-    NO_VM_CREATED = "no vm created", "no VM could be created for it in {attempts} attempts: {because}"
+    NO_VM_CREATED = "no vm created", "no VM could be created for it in {attempts:n attempt}: {because}"
     NODE_UNUSABLE = "node unusable", "node {node} is {found}"
     NOT_STARTED = "not started", "the scheduler did not start it: {word}"
     USER_NOT_TOLD = "user not told", "its guest was not told of the user within {limit:g} s"
@@ -321,7 +325,6 @@ class Why(StrEnum):
     STARTED_AFTER_ALL = "started after all", "the job started after all"
     TIED = "tied", "its job is tied to its nodes"
     NO_USER_ADDED = "no user added", "its job started when no user was added any more"
-    NO_ROOM_LEFT = "no room left", "no room for another VM"
     IMAGELESS = "imageless", "no host has its image"
     FAULT = "fault", "a fault of Multiverse, please report it: {because}"
     # --- what an attempt's VMs are, and why ---
@@ -419,7 +422,7 @@ class Why(StrEnum):
     IS_SILENT = "is silent", "nothing is heard of it, the scheduler does not reach its VMs, and a job waits for it"
     HEARD_NOTHING = "heard nothing", "nothing was heard of it for {time:.0f} s"
     CONTROLLER_THERE = "controller there", "the controller runs on it: it is on"
-    FEW_IN_SIGHT = "few in sight", "only {shown} of {total} hosts are in sight: the controller may be cut off from them"
+    FEW_IN_SIGHT = "few in sight", "in sight is only {shown} of {total:n host}: the controller may be cut off from them"
     PILOT_GONE = "pilot gone", "its pilot[ {pilot}] is gone"
     PILOT_QUEUED = "pilot queued", "its pilot {pilot} was queued again"
     PILOT_ENDED = "pilot ended", "its pilot {pilot} ended[: {because}]"
@@ -480,7 +483,7 @@ class Why(StrEnum):
     HAS_RUN = "has run", "It has run for {time:long}[ ({because:four})].[ It ends {ends:when} at the latest.]"
     SUSPENDED = "suspended", "It has run for {time:long}[ ({because:four})]. It is suspended."
     WILL_BE_SAVED = "will be saved", "It is saved {at:when}, and goes on in another run."
-    LAST_RUN = "last run", "It is not saved any more: it has had all {runs} runs that the site permits."
+    LAST_RUN = "last run", "It is not saved any more: it has had {runs:n run}, as many as the site permits."
     WAS_NOT_SAVED = "was not saved", "It was not saved: {because}."
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
     WAS_MOVED = ("was moved",
@@ -572,7 +575,7 @@ def text_of(reason: Reason | None) -> str:
 
 
 def _number_of(hosts: Sequence[str]) -> str:
-    return "a host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+    return "a host" if len(hosts) == 1 else number_of(len(hosts), "host")
 
 
 def _worded(reason: Reason) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from multiverse.core.model.basics import number_of
 from multiverse.core.model.job import JobRef
 
 
@@ -145,13 +146,13 @@ class JobUsage:
         # A restored VM shares no memory with a template: what it takes says nothing of what its job needed.
         memory = f" and up to {self.peak:.0f} of {self.memory} MiB" if self.runs == 1 else ""
         line = (
-            f"used {self.cpus_used:.2f} of {self.cpus} CPUs ({self.efficiency:.0%}){memory}{many}"
+            f"used {self.cpus_used:.2f} of {number_of(self.cpus, 'CPU')} ({self.efficiency:.0%}){memory}{many}"
             f" in {self.seconds:.0f} s, as measured at its VM{' with the page cache' if memory else ''}"
         )
         if self.cpus_used - self.cpus_given > max(NOTABLE, self.cpus_given * OVERLOADED):
             line += f" (its host was overloaded, and gave {self.cpus_given:.2f} CPUs)"
         if (less := self.suggestion) is not None:
-            line += f"; {less[0]} CPU{'s' if less[0] > 1 else ''} and {less[1]} MiB would have sufficed"
+            line += f"; {number_of(less[0], 'CPU')} and {less[1]} MiB would have sufficed"
         if self.runs > 1:
             seconds, cpu_s = self.earlier_s + self.seconds, self.earlier_cpu_s + max(self.cpu_s, self.counted_s)
             earlier = f"{self.runs - 1} earlier runs" if self.runs > 2 else "earlier run"

@@ -21,10 +21,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from ClusterShell.NodeSet import NodeSet
 
 from multiverse.config import OverflowSettings, Settings
+from multiverse.core.errors import Refused
 from multiverse.drivers.slurm.site import conf
 from multiverse.drivers.slurm.site.conf import SiteConf, features_of, folded, records, seconds
 from multiverse.ports.site import Finding, Level
@@ -164,10 +166,21 @@ def _unmarked(site: SiteConf, one: OverflowSettings) -> Iterator[Finding]:
         )
 
 
-def limits_like(partition: str, site: SiteConf) -> str:
-    """The part of a line of slurm.conf that gives a partition the limits of another; if that is unknown, MaxTime
-    only."""
-    found = next((one for one in _partitions(site.text) if one["partitionname"] == partition), {})
+def limits_of(settings: Settings, site: SiteConf) -> str:
+    """The part of our partition's line in slurm.conf that gives it its limits: those of the settings, or those of a
+    partition that overflows. Raises `Refused` if the settings have a key that is no limit."""
+    given = dict(word.split("=", 1) for word in settings.slurm.limits.split())
+    if wrong := [key for key in given if key.lower() not in {one.lower() for one in EQUAL}]:
+        hint = f"give only: {', '.join(EQUAL)}"
+        raise Refused(f"slurm.limits: {', '.join(wrong)} is no limit of a partition", hint=hint)
+    own = {key.lower(): value for key, value in given.items()}
+    return limits_like(settings.overflow[0].partition if settings.overflow else "", site, own)
+
+
+def limits_like(partition: str, site: SiteConf, own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The part of a line of slurm.conf that gives a partition the limits of another; if that is unknown, its `own`, by
+    keys in small letters. MaxTime is always among them."""
+    found = next((one for one in _partitions(site.text) if one["partitionname"] == partition), own)
     values = {"MaxTime": "INFINITE"} | {key: found[key.lower()] for key in EQUAL if key.lower() in found}
     return " ".join(f'{key}="{value}"' if " " in value else f"{key}={value}" for key, value in values.items())
 

@@ -138,7 +138,7 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
         slurm_uid=slurm_uid,
         default=default,
         gate_network=_free_network(site.node_addresses()),
-        limits=gate.limits_like(settings.overflow[0].partition if settings.overflow else "", site),
+        limits=gate.limits_of(settings, site),
         boost=gate.boost(site.text),
         licences=not site.value("Licenses"),
         power_saving=not (site.value("SuspendProgram") or site.value("ResumeProgram")),

@@ -498,7 +498,7 @@ local function largest_nodes(limits)
 end
 
 local function describe(cpus, memory, disk)
-  local text = string.format("%d CPUs and %d MiB of memory", cpus, memory)
+  local text = string.format("%d CPU%s and %d MiB of memory", cpus, cpus == 1 and "" or "s", memory)
   if disk == 0 then return text end
   return string.format("%s with %d MiB of disk", text, disk)
 end
