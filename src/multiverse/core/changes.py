@@ -86,6 +86,7 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
         _note_unexplained(state, "", compared.nodes, world.scheduler.value.nodes)
         _mark_deleted(state, compared.nodes, world.scheduler.value.nodes)
         compared.scheduler, compared.nodes = world.scheduler, world.scheduler.value.nodes
+        _mark_read(state, world)
     if world.users is not compared.seen_users:
         seen = world.users
         users = {uid: (user.exists, user.since) for uid, user in seen.items()} if seen is not None else None
@@ -102,6 +103,14 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
             compared.vms.pop(name, None)
             compared.frozen.pop(name, None)
     _know_hosts(state, compared)
+
+
+def _mark_read(state: State, world: World) -> None:
+    """Mark the attempts whose jobs were read for the first time since they came into their states."""
+    unread = [state.attempts[id_] for id_ in state.dirty.unread if id_ in state.attempts]
+    read = {one.id for one in unread if world.job_began(one.job.job_id) >= one.since}
+    state.dirty.unread = {one.id for one in unread} - read
+    state.dirty.attempts |= read
 
 
 def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
