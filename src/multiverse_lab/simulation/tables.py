@@ -51,7 +51,8 @@ class JobGroups:
         self.changed: dict[int, JobRecord] = {}  # since they were last sorted
         self.limited, self.pinned, self.at_origin, self.ended = (dict[int, JobRecord]() for _ in range(4))
         """Of arrays of which not all tasks may run; pending ones with a pin, and of physical nodes; and ended ones."""
-        self._running: dict[int, JobRecord] = {}
+        self._running: dict[int, JobRecord] = {}  # with a time limit
+        self._until: list[tuple[float, int]] = []  # a heap: until when these run, and some that run no more
 
     def sort(self) -> JobGroups:
         """Put the jobs that have changed where they belong now."""
@@ -69,13 +70,22 @@ class JobGroups:
                     group[number] = job
                 else:
                     group.pop(number, None)
+            if number in self._running:
+                heapq.heappush(self._until, (job.runs_until, number))
         self.changed.clear()
         return self
 
     def overdue(self, now: float) -> list[JobRecord]:
-        """The jobs that have run for longer than they may, in the order in which they were submitted."""
-        found = [number for number, job in self._running.items() if job.runs_until < now]
-        return [self._running[number] for number in sorted(found)]
+        """The jobs that have run for longer than they may, in the order in which they were submitted. A job that was
+        suspended may run until later than was noted."""
+        found = list[int]()
+        while self._until and self._until[0][0] < now:
+            job = self._running.get(number := heapq.heappop(self._until)[1])
+            if job is not None and job.runs_until < now:
+                found.append(number)
+            elif job is not None:
+                heapq.heappush(self._until, (job.runs_until, number))
+        return [self._running[number] for number in sorted({*found})]
 
     def forget(self, job: JobRecord) -> None:
         for group in (self.changed, self.limited, self.pinned, self.at_origin, self.ended, self._running):
