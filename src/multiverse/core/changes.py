@@ -139,7 +139,7 @@ def changed(before: Mapping[str, T], after: Mapping[str, T], differ: Callable[[T
 def _mark_source(state: State, compared: Compared, name: str, observation: Observation, policy: Policy) -> None:
     old = compared.sources.get(name)
     compared.sources[name] = observation
-    if old is not None and old.latest is observation.latest is not None:
+    if old is not None and _shows_as_before(old, observation):
         return
     silent = observation.latest is None and state.now - observation.since > policy.silence
     before = old.latest.value.hosts.keys() if old and old.latest else None
@@ -164,6 +164,14 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
         state.mark_vm(vm_name)
     _note_unexplained(state, name, known, shown)
     compared.vms[name] = shown
+
+
+def _shows_as_before(old: Observation, new: Observation) -> bool:
+    """Whether a known source shows just what it showed before, by identity. What is saved is compared each time."""
+    before, after = old.latest, new.latest
+    if before is None or after is None:
+        return False
+    return before is after or (before.value is after.value and not after.value.saved)
 
 
 def _note_unexplained(state: State, source: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
