@@ -116,5 +116,4 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
         with quarantine_on_error(state, Key("attempt", attempt_id)):
             step_attempt(state, attempt_id, world, policy)
         if (attempt := state.attempts.get(attempt_id)) and not attempt_is_settled(attempt, world):
-            dirty = state.dirty
-            (dirty.unread if is_unread(attempt, world) else dirty.attempts).add(attempt_id)
+            (state.dirty.unread if is_unread(attempt, world) else state.dirty.attempts).add(attempt_id)
