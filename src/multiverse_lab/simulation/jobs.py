@@ -62,7 +62,7 @@ class Batch:
 
 
 _GROUPED_BY = frozenset({"state", "batch", "pin", "at_origin"})
-"""The attributes of a job by which `tables.JobGroups` groups it."""
+"""The attributes of a job by which `tables.KeptGroups` groups it."""
 
 
 @dataclass(eq=False)

@@ -44,7 +44,7 @@ class KeptNodes(dict[str, NodeRecord]):
         return self._having.get(feature, {}).values()
 
 
-class JobGroups:
+class KeptGroups:
     """The jobs that slurmctld looks at again and again, by number. Thousands that only wait are not looked at."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class JobGroups:
         self._running: dict[int, JobRecord] = {}  # with a time limit
         self._until: list[tuple[float, int]] = []  # a heap: until when these run, and some that run no more
 
-    def sort(self) -> JobGroups:
+    def sort(self) -> KeptGroups:
         """Put the jobs that have changed where they belong now."""
         for number, job in self.changed.items():
             pending = job.state is JobState.PENDING
@@ -100,7 +100,7 @@ class KeptJobs(dict[str, JobRecord]):
         self._separator = separator
         self._bases: Counter[str] = Counter()
         self._of_user: dict[int, dict[str, JobRecord]] = {}
-        self._groups = JobGroups()
+        self._groups = KeptGroups()
 
     def __setitem__(self, job_id: str, job: JobRecord) -> None:
         super().__setitem__(job_id, job)
@@ -120,7 +120,7 @@ class KeptJobs(dict[str, JobRecord]):
         self._groups.forget(job)
 
     @property
-    def groups(self) -> JobGroups:
+    def groups(self) -> KeptGroups:
         """The groups as the jobs are now."""
         return self._groups.sort()
 
