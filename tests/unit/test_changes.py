@@ -83,6 +83,25 @@ def test_a_job_that_changes_marks_its_attempt_and_vms_and_may_need_an_attempt() 
     assert marked(here, world((job(1, name="other"), job(2)))) == ({1}, {1}, {"1"})
 
 
+def test_an_attempt_that_is_newer_than_the_reading_of_its_job_waits_for_a_later_one() -> None:
+    here = settled(world((job(1), job(2))))
+    here.dirty.unread = {1, 2, 99}  # 99 has ended since
+    here.attempts[2] = replace(here.attempts[2], since=NOW + 5)
+    assert marked(here, world((job(1), job(2)), began=NOW + 1))[0] == {1}
+    assert here.dirty.unread == {2}
+    assert marked(here, world((job(1), job(2)), began=NOW + 5))[0] == {1, 2}
+    assert not here.dirty.unread
+
+
+def test_a_later_look_that_shows_the_same_object_marks_nothing() -> None:
+    first = world(vms=(running(),))
+    here, view = settled(first), first.views[SOURCE]
+    here.compared.unadopted.clear()
+    for again, anew in ((view, set()), (replace(view), {SOURCE})):
+        mark_changes(here, World(sources={SOURCE: Observation(Seen(again, NOW + 1))}), POLICY)
+        assert here.compared.unadopted == anew
+
+
 @pytest.mark.parametrize("jobs", [(job(1),), (job(1), job(2), job(3))])
 def test_a_job_that_comes_or_goes_is_a_change(jobs: tuple[Job, ...]) -> None:
     here = settled(world((job(1), job(2))))

@@ -19,6 +19,7 @@ from multiverse.controller.effects import Effects, Failure, PilotRef, SavedRef, 
 from multiverse.controller.learned import Exclusions, ForecastRecorder, MissingHints
 from multiverse.controller.observers import Awaited, FollowedHosts, ObserverTasks, SchedulerObserver
 from multiverse.controller.policy import policy_of
+from multiverse.controller.publication import wait_at_most
 from multiverse.controller.saved_keys import SavedKeys
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.capacity.sizes import claimable_cpus
@@ -338,11 +339,7 @@ class Controller:
         due = min(self._effects.next_due(), self._forecast.next_due(now), self.users.next_due())
         left = min(self._settings.poll, due - now)
         if left > 0:
-            try:
-                async with asyncio.timeout(left):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await wait_at_most(self._wake, left)
         self._tasks.raise_bugs()
 
     def run_pass(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from multiverse.controller.publication import end_tasks
+from multiverse.controller.publication import end_tasks, wait_at_most
 from multiverse.core.capacity.sizes import job_limits
 from multiverse.core.errors import MultiverseError
 from multiverse.core.leases import leasable_hosts
@@ -124,11 +124,7 @@ class Observer(Generic[T]):
             if left <= 0:
                 return
             self._poked.clear()
-            try:
-                async with asyncio.timeout(left):
-                    await self._poked.wait()
-            except TimeoutError:
-                pass  # a timer may fire a little early
+            await wait_at_most(self._poked, left)  # a timer may fire a little early
 
 
 def _due(hints: dict[K, list[float]], now: float) -> dict[K, list[float]]:

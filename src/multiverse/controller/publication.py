@@ -44,6 +44,16 @@ async def end_tasks(tasks: Iterable[asyncio.Task[None] | None]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
+async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    """Wait until the event is set. After so many seconds it is set by a timer: `asyncio.timeout` raises two exceptions
+    for that, and observers wait ten times for each job."""
+    timer = asyncio.get_running_loop().call_later(seconds, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()
+
+
 class Publication(Generic[T]):
     """`what` names the value in the log. `known` is what the scheduler knows before anything was published."""
 

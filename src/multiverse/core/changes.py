@@ -86,6 +86,7 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
         _note_unexplained(state, "", compared.nodes, world.scheduler.value.nodes)
         _mark_deleted(state, compared.nodes, world.scheduler.value.nodes)
         compared.scheduler, compared.nodes = world.scheduler, world.scheduler.value.nodes
+        _mark_read(state, world)
     if world.users is not compared.seen_users:
         seen = world.users
         users = {uid: (user.exists, user.since) for uid, user in seen.items()} if seen is not None else None
@@ -102,6 +103,14 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
             compared.vms.pop(name, None)
             compared.frozen.pop(name, None)
     _know_hosts(state, compared)
+
+
+def _mark_read(state: State, world: World) -> None:
+    """Mark the attempts whose jobs were read for the first time since they came into their states."""
+    unread = [state.attempts[id_] for id_ in state.dirty.unread if id_ in state.attempts]
+    read = {one.id for one in unread if world.job_began(one.job.job_id) >= one.since}
+    state.dirty.unread = {one.id for one in unread} - read
+    state.dirty.attempts |= read
 
 
 def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
@@ -130,7 +139,7 @@ def changed(before: Mapping[str, T], after: Mapping[str, T], differ: Callable[[T
 def _mark_source(state: State, compared: Compared, name: str, observation: Observation, policy: Policy) -> None:
     old = compared.sources.get(name)
     compared.sources[name] = observation
-    if old is not None and old.latest is observation.latest is not None:
+    if old is not None and _shows_as_before(old, observation):
         return
     silent = observation.latest is None and state.now - observation.since > policy.silence
     before = old.latest.value.hosts.keys() if old and old.latest else None
@@ -155,6 +164,14 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
         state.mark_vm(vm_name)
     _note_unexplained(state, name, known, shown)
     compared.vms[name] = shown
+
+
+def _shows_as_before(old: Observation, new: Observation) -> bool:
+    """Whether a known source shows just what it showed before, by identity. What is saved is compared each time."""
+    before, after = old.latest, new.latest
+    if before is None or after is None:
+        return False
+    return before is after or (before.value is after.value and not after.value.saved)
 
 
 def _note_unexplained(state: State, source: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:

@@ -16,7 +16,7 @@ from multiverse.core.checkpoints import capture_due
 from multiverse.core.clones.supply import supply_missing
 from multiverse.core.context import Context
 from multiverse.core.leases import reconcile_leases
-from multiverse.core.machines.attempt import attempt_is_settled, open_attempts, step_attempt
+from multiverse.core.machines.attempt import attempt_is_settled, is_unread, open_attempts, step_attempt
 from multiverse.core.machines.checkpoint import step_state
 from multiverse.core.machines.host import hold_fencing, hosts_to_step, step_host
 from multiverse.core.machines.lease import step_lease
@@ -116,4 +116,4 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
         with quarantine_on_error(state, Key("attempt", attempt_id)):
             step_attempt(state, attempt_id, world, policy)
         if (attempt := state.attempts.get(attempt_id)) and not attempt_is_settled(attempt, world):
-            state.dirty.attempts.add(attempt_id)
+            (state.dirty.unread if is_unread(attempt, world) else state.dirty.attempts).add(attempt_id)

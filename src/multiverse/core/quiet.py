@@ -37,7 +37,7 @@ def expected_sources(state: State, policy: Policy) -> Collection[str] | None:
         return None
     if state.count_vms(VmState.ASLEEP, VmState.DELAYED):
         return None
-    attempts = [state.attempts[id_] for id_ in state.dirty.attempts if id_ in state.attempts]
+    attempts = [state.attempts[id_] for id_ in state.dirty.attempts | state.dirty.unread if id_ in state.attempts]
     vms = [state.vms[id_] for id_ in state.dirty.vms if id_ in state.vms]
     vms += (vm for attempt in attempts for vm in state.vms_of(attempt))
     templates = (state.templates[id_] for id_ in state.dirty.templates if id_ in state.templates)

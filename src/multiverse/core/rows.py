@@ -329,3 +329,4 @@ class DirtyRows:
     vms: set[int] = field(default_factory=set)
     templates: set[int] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
+    unread: set[int] = field(default_factory=set)  # attempts newer than the latest reading of their jobs

@@ -32,7 +32,7 @@ from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, Stage, Template, Vm
 from multiverse.core.model.world import Row
 from multiverse.core.rows import Rows
-from multiverse.core.transition import TERMINAL, Change, Move, Tables
+from multiverse.core.transition import TERMINAL, Change, Move, RowState, Tables
 from multiverse.ports import Clock
 from multiverse.store import schema
 from multiverse.store.reserve import Reserve, restore_log
@@ -485,15 +485,8 @@ class Transaction:
     def _apply(self, change: Change) -> None:
         row, s = change.row, self._store
         kind = row.key.kind
-        old = s._run(_STATE[kind], (row.id,)).fetchone()
-        source = None
-        if old is not None:
-            version, state = old
-            if version != row.version:
-                raise StoreConflict(f"{row.key} has version {version}, the move was made for {row.version}")
-            source = type(row.state)(state)
-        elif row.version != 0:
-            raise StoreConflict(f"{row.key} does not exist, the move was made for version {row.version}")
+        known = s._cache.get((kind, row.id, row.version))  # as committed: we are the only writer
+        source = known.state if known is not None else self._state_of(row)
         if not s._tables.allowed(kind, source, change.event, row.state):
             raise StoreConflict(f"{row.key}: no transition {source} --{change.event}--> {row.state} in its table")
         written = replaced(row, version=row.version + 1)
@@ -511,7 +504,7 @@ class Transaction:
             values["attempt"] = written.attempt
         elif isinstance(written, KnownHost):
             values["name"] = written.name
-        if old is None:
+        if source is None:
             s._run(_INSERT[kind], values)
             if kind in _COUNTERS:
                 s._run(_COUNT, {"next": row.id + 1, "key": _COUNTERS[kind]})
@@ -523,6 +516,18 @@ class Transaction:
         if live:
             s._cache[kind, row.id, written.version] = written
         self._journal(written, str(change.event), source, written.state, change.reason, {})
+
+    def _state_of(self, row: Row) -> RowState | None:
+        """The state of a row of that version in the database; None if the row is new. Raises `StoreConflict`."""
+        found = self._store._run(_STATE[row.key.kind], (row.id,)).fetchone()
+        if found is None and row.version != 0:
+            raise StoreConflict(f"{row.key} does not exist, the move was made for version {row.version}")
+        if found is None:
+            return None
+        version, state = found
+        if version != row.version:
+            raise StoreConflict(f"{row.key} has version {version}, the move was made for {row.version}")
+        return type(row.state)(state)
 
     def measured(self, row: Row, event: str, stages: Sequence[Stage], error: str = "") -> None:
         """Journal what an effect reported: its stages, in seconds, or its error."""
@@ -548,7 +553,7 @@ class Transaction:
                 "source": str(source) if source else None,
                 "target": str(target) if target else None,
                 "reason": _JSON.encode(reason) if reason else "",
-                "detail": _JSON.encode(detail),
+                "detail": _JSON.encode(detail) if detail else "{}",
             },
         )
 

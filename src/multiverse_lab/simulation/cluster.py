@@ -662,7 +662,7 @@ class Cluster:
         """How much is left of each limit beside the running jobs."""
         left: Counter[str] = Counter()
         every = bool(self.settings.max_jobs or self.settings.max_cpus)
-        limited = [job for job in self.jobs.values() if every or job.batch.at_most]
+        limited = [*(self.jobs if every else self.jobs.groups.limited).values()]
         for job in limited:
             most = {"jobs": self.settings.max_jobs, "CPUs": self.settings.max_cpus, "array": job.batch.at_most}
             for limit in self._uses(job):
@@ -754,34 +754,18 @@ class Cluster:
         for node in [node for node in self.nodes.values() if node.silent is not None]:
             if node.silent is not None and now - node.silent >= self.settings.node_timeout:
                 self.set_down(node.name, "Not responding")
-        forgotten, overdue, pinned, at_origin = self._due(now)
-        for job in forgotten:
+        groups = self.jobs.groups
+        overdue, pinned = groups.overdue(now), sorted(groups.pinned.values(), key=self._order)
+        at_origin = sorted(groups.at_origin.values(), key=self._order)
+        for job in [job for job in groups.ended.values() if job.ended <= now]:
             del self.jobs[job.job_id]
         for job in overdue:
             self._stop(job, "TIMEOUT")
-        for job in sorted(pinned, key=self._order):
+        for job in pinned:
             self._try(job)
-        for job in sorted(at_origin, key=self._order):
+        for job in at_origin:
             if self._eligible(job) and not self._kept(job):
                 self._try_physical(job)
-
-    def _due(self, now: float) -> tuple[list[JobRecord], list[JobRecord], list[JobRecord], list[JobRecord]]:
-        """The jobs to forget, those beyond their time limits, and those that wait with a pin and for physical nodes.
-        One look at all jobs: there may be many thousands, and it is taken each second."""
-        forgotten, overdue, pinned, at_origin = [], [], [], []
-        running, pending, ended = JobState.RUNNING, JobState.PENDING, JobState.ENDED
-        for job in self.jobs.values():
-            if (state := job.state) is running:
-                if (limit := job.batch.limit) is not None and job.started + limit < now:
-                    overdue.append(job)
-            elif state is pending:
-                if job.pin is not None:
-                    pinned.append(job)
-                if job.at_origin:
-                    at_origin.append(job)
-            elif state is ended and job.ended <= now:
-                forgotten.append(job)
-        return forgotten, overdue, pinned, at_origin
 
     def _try_physical(self, job: JobRecord) -> None:
         """Start a job on physical nodes if enough are free, in the order of the queue."""

@@ -61,6 +61,10 @@ class Batch:
     interactive: bool = False
 
 
+_GROUPED_BY = frozenset({"state", "batch", "pin", "at_origin"})
+"""The attributes of a job by which `tables.KeptGroups` groups it."""
+
+
 @dataclass(eq=False)
 class JobRecord:
     """A job in the scheduler's memory. The job is at the gate while `pin` is None, unless it is in the partition of
@@ -106,7 +110,13 @@ class JobRecord:
     suspended: float = 0.0  # since when it is
     at_origin: bool = False
     waits_for_nodes: bool = False
+    changes: dict[int, JobRecord] | None = None  # where it notes that it may belong to another of its table's groups
     _shown: tuple[tuple[object, ...], Job] | None = None  # last, and by what
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name in _GROUPED_BY and self.changes is not None:
+            self.changes[self.number] = self
 
     @property
     def ref(self) -> JobRef:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from zlib import crc32
@@ -193,7 +193,10 @@ class Machines:
         self.captured: dict[str, SavedFiles] = {}  # what is being written of VMs whose jobs go on, by name
         self.storages: dict[str, dict[str, SavedFiles]] = {}  # of saved VMs: the complete files, by storage and name
         self.unfinished: dict[str, set[str]] = {}  # incomplete files, by storage
-        self._shown: dict[str, Host] = {}  # hosts as they were shown last
+        # As they were shown last; of hosts and templates, by what.
+        self._views: dict[str, HypervisorView] = {}
+        self._hosts_shown: dict[str, tuple[object, Host]] = {}
+        self._templates_shown: dict[TemplateKey, tuple[object, TemplateSeen]] = {}
         self.kept: dict[tuple[str, str], SavedFiles] = {}  # what is in memory in place of files, by host and name
         self.detached: set[str] = set()  # hosts that do not reach their storage
         self.detached_copies: set[str] = set()  # hosts that do not reach the storage to which they copy
@@ -771,21 +774,37 @@ class Machines:
         self._check_reachable(host)
         on_host = sorted(self._on(host), key=lambda machine: machine.spec.name)
         vms = {machine.spec.name: self._vm_shown(machine) for machine in on_host}
-        available = self.available(host) if self._overcommit > 1 else 0
-        left = 0 if host in self.full else None
-        seen = self.hosts[host]
-        seen = replace(seen, images=self._images(host), disks=self._disks(), available=available, available_disk=left,
-                       load=self._load(host), storage=None if host in self.detached else seen.storage,
-                       copies=None if host in self.detached_copies else seen.copies)  # fmt: skip
-        if seen == (before := self._shown.get(host)):  # an agent's connection keeps the same object, too
-            seen = before
-        self._shown[host] = seen
-        templates = {
-            which: replace(seen, held=self._held(seen), build=self._build_shown(seen))
-            for which in sorted(self._templates_on.get(host, ()))
-            for seen in (self.templates[which],)
-        }
-        return HypervisorView({host: seen}, vms, templates, self._saved_shown(seen))
+        seen = self._host_shown(host, vms)
+        templates = {which: self._template_shown(which) for which in sorted(self._templates_on.get(host, ()))}
+        view = HypervisorView({host: seen}, vms, templates, self._saved_shown(seen))
+        if view == (before := self._views.get(host)):  # an agent's connection keeps the same object, too
+            return before
+        self._views[host] = view
+        return view
+
+    def _host_shown(self, host: str, vms: Mapping[str, VmSeen]) -> Host:
+        """The same object for as long as it shows the same, as are those of templates and VMs."""
+        of = (
+            self.hosts[host], self._images(host), self._disks(), self.available(host) if self._overcommit > 1 else 0,
+            0 if host in self.full else None, self._load(host, vms), host in self.detached,
+            host in self.detached_copies,
+        )  # fmt: skip
+        shown = self._hosts_shown.get(host)
+        if shown is None or shown[0] != of:
+            seen, images, disks, available, left, load, alone, without_copies = of
+            seen = replace(seen, images=images, disks=disks, available=available, available_disk=left, load=load,
+                           storage=None if alone else seen.storage,
+                           copies=None if without_copies else seen.copies)  # fmt: skip
+            shown = self._hosts_shown[host] = of, seen
+        return shown[1]
+
+    def _template_shown(self, which: TemplateKey) -> TemplateSeen:
+        seen = self.templates[which]
+        of = (seen, self._held(seen), self._build_shown(seen))
+        shown = self._templates_shown.get(which)
+        if shown is None or shown[0] != of:
+            shown = self._templates_shown[which] = of, replace(seen, held=of[1], build=of[2])
+        return shown[1]
 
     def _vm_shown(self, machine: Machine) -> VmSeen:
         """The same object for as long as it shows the same: most VMs of most observations are as before."""
@@ -838,11 +857,11 @@ class Machines:
                 shown[name] = SavedSeen(name, one.spec.token, one.bytes, storage, one.written, copy=copy)
         return shown | kept
 
-    def _load(self, host: str) -> Load:
+    def _load(self, host: str, vms: Mapping[str, VmSeen]) -> Load:
         """Guests that run use all their CPUs."""
         running = [one for one in self.vms.on.get(host, {}).values() if one.condition is VmCondition.RUNNING]
         cpus = sum((one.size or one.spec.size).cpus for one in running)
-        return Load(float(cpus), int(sum(one.private(self._now()) for one in running)) // 64 * 64)
+        return Load(float(cpus), int(sum(vms[one.spec.name].private for one in running)) // 64 * 64)
 
     # --- checks
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TypeVar
 
+from multiverse.core.model.job import JobState
 from multiverse_lab.simulation.jobs import JobRecord, NodeRecord
 
 T = TypeVar("T")
@@ -43,6 +44,54 @@ class KeptNodes(dict[str, NodeRecord]):
         return self._having.get(feature, {}).values()
 
 
+class KeptGroups:
+    """The jobs that slurmctld looks at again and again, by number. Thousands that only wait are not looked at."""
+
+    def __init__(self) -> None:
+        self.changed: dict[int, JobRecord] = {}  # since they were last sorted
+        self.limited, self.pinned, self.at_origin, self.ended = (dict[int, JobRecord]() for _ in range(4))
+        """Of arrays of which not all tasks may run; pending ones with a pin, and of physical nodes; and ended ones."""
+        self._running: dict[int, JobRecord] = {}  # with a time limit
+        self._until: list[tuple[float, int]] = []  # a heap: until when these run, and some that run no more
+
+    def sort(self) -> KeptGroups:
+        """Put the jobs that have changed where they belong now."""
+        for number, job in self.changed.items():
+            pending = job.state is JobState.PENDING
+            belongs = (
+                (self.limited, job.batch.at_most > 0),
+                (self.pinned, pending and job.pin is not None),
+                (self.at_origin, pending and job.at_origin),
+                (self.ended, job.state is JobState.ENDED),
+                (self._running, job.state is JobState.RUNNING and job.batch.limit is not None),
+            )
+            for group, is_in in belongs:
+                if is_in:
+                    group[number] = job
+                else:
+                    group.pop(number, None)
+            if number in self._running:
+                heapq.heappush(self._until, (job.runs_until, number))
+        self.changed.clear()
+        return self
+
+    def overdue(self, now: float) -> list[JobRecord]:
+        """The jobs that have run for longer than they may, in the order in which they were submitted. A job that was
+        suspended may run until later than was noted."""
+        found = list[int]()
+        while self._until and self._until[0][0] < now:
+            job = self._running.get(number := heapq.heappop(self._until)[1])
+            if job is not None and job.runs_until < now:
+                found.append(number)
+            elif job is not None:
+                heapq.heappush(self._until, (job.runs_until, number))
+        return [self._running[number] for number in sorted({*found})]
+
+    def forget(self, job: JobRecord) -> None:
+        for group in (self.changed, self.limited, self.pinned, self.at_origin, self.ended, self._running):
+            group.pop(job.number, None)
+
+
 class KeptJobs(dict[str, JobRecord]):
     """The jobs that slurmctld remembers, by id, and by user; and which ids have jobs."""
 
@@ -51,11 +100,14 @@ class KeptJobs(dict[str, JobRecord]):
         self._separator = separator
         self._bases: Counter[str] = Counter()
         self._of_user: dict[int, dict[str, JobRecord]] = {}
+        self._groups = KeptGroups()
 
     def __setitem__(self, job_id: str, job: JobRecord) -> None:
         super().__setitem__(job_id, job)
         self._bases[job_id.partition(self._separator)[0]] += 1
         self._of_user.setdefault(job.batch.uid, {})[job_id] = job
+        job.changes = self._groups.changed
+        job.changes[job.number] = job
 
     def __delitem__(self, job_id: str) -> None:
         job, base = self[job_id], job_id.partition(self._separator)[0]
@@ -64,6 +116,13 @@ class KeptJobs(dict[str, JobRecord]):
         if not self._bases[base]:
             del self._bases[base]
         del self._of_user[job.batch.uid][job_id]
+        job.changes = None
+        self._groups.forget(job)
+
+    @property
+    def groups(self) -> KeptGroups:
+        """The groups as the jobs are now."""
+        return self._groups.sort()
 
     def has_base(self, base: int) -> bool:
         """Whether a job, or a task of an array, has this number."""

@@ -333,7 +333,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
     if attempt is None or world.scheduler is None:
         return
     view, began = world.scheduler.value, world.job_began(attempt.job.job_id)
-    if began < attempt.since and attempt.state is not A.RECLAIMING:
+    if is_unread(attempt, world) and attempt.state is not A.RECLAIMING:
         # The observation is older than the state: what it says of the job has been considered before.
         if attempt.state in _MAKING:
             _advance_vms(state, attempt, policy)
@@ -356,9 +356,14 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
                 _step_running(state, attempt, seen)
 
 
+def is_unread(attempt: Attempt, world: World) -> bool:
+    """Whether the latest reading of its job is older than its state: only a later one moves it, or its VMs."""
+    return world.job_began(attempt.job.job_id) < attempt.since
+
+
 def attempt_is_settled(attempt: Attempt, world: World) -> bool:
     """Whether neither time nor an equal observation moves the attempt."""
-    if world.scheduler is None or world.job_began(attempt.job.job_id) < attempt.since:
+    if world.scheduler is None or is_unread(attempt, world):
         return False
     status, job = job_status(attempt.job, world.scheduler.value)
     if attempt.quarantined:
