@@ -30,7 +30,7 @@ PAPER = {"copy_over_snapshot": 2.64, "spank": 24.6, "overlapped": 23.8, "one_by_
 LIMIT = 300.0
 """Seconds within which a job must start or end."""
 
-VM_MEMORY = 450
+VM_MEMORY = 490
 """MiB that a job has for each VM: of the smallest VM, and of its QEMU."""
 
 _PHYSICAL = "--partition=physical"
