@@ -128,6 +128,7 @@ def test_a_job_begins_anew_without_its_state_only_if_somebody_says_so(lab: LabUn
     nothing_left(lab, client)
 
 
+@pytest.mark.slow
 def test_a_job_whose_user_agreed_begins_anew_by_itself(lab: LabUnderTest, client: Client) -> None:
     job, output = saved(lab, client, "vm:save,restart")
     shutil.rmtree(next((lab.where.root / "saved").glob("[!.]*")))

@@ -257,7 +257,7 @@ def problems(page: Browser) -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("size", "theme"), LOOKS)
+@pytest.mark.parametrize(("size", "theme"), [LOOKS[0], pytest.param(*LOOKS[1], marks=pytest.mark.slow)])
 def test_evictions_are_shown_with_their_causes_and_what_a_limit_holds_back(
     chromium: Browser, network: Network, size: str, theme: str
 ) -> None:
