@@ -133,7 +133,7 @@ def browser(*before: str) -> Iterator[Browser]:
                  "--disable-background-networking", "--disable-extensions", "--lang=en"]  # fmt: skip
         process = subprocess.Popen(
             words, preexec_fn=arrange, pass_fds=(3, 4), start_new_session=True, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, env={**os.environ, "HOME": profile},
+            stderr=subprocess.DEVNULL, env={**os.environ, "HOME": profile, "TMPDIR": profile},
         )  # fmt: skip
         os.close(to_read[0])
         os.close(to_write[1])
