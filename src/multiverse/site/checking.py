@@ -295,12 +295,15 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 def _daemon(settings: Settings) -> Iterator[Finding]:
     """Whether the daemon answers, and has made the reservation without which no job can be submitted."""
-    silent = [*_answers(settings.socket, SERVICE, "the daemon")]
-    yield from silent
+    if silent := [*_answers(settings.socket, SERVICE, "the daemon")]:
+        yield from silent
+        return
     gate = settings.slurm.gate_feature
-    if not silent and f"ReservationName={gate} " not in asyncio.run(
-        SlurmCommands(settings.slurm).run("scontrol", "show", "reservation", "--oneliner")
-    ):
+    try:
+        shown = asyncio.run(asking(settings).run("scontrol", "show", "reservation", "--oneliner"))
+    except Unknown:  # `_slurmctld` tells of that
+        return
+    if f"ReservationName={gate} " not in shown:
         yield problem(
             f"reservation {gate}",
             f"no job can be submitted to partition {settings.slurm.partition}, because the reservation is missing",
