@@ -17,7 +17,7 @@ from multiverse.core.capacity.sizes import template_claim
 from multiverse.core.clones.kinds import build_template
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, MultiverseError, Refused
-from multiverse.core.machines.attempt import begin_grace, no_checkpoint, not_saved, return_attempt
+from multiverse.core.machines.attempt import begin_grace, is_unread, no_checkpoint, not_saved, return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
 from multiverse.core.machines.saved import (
@@ -108,7 +108,7 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
 def _mark_read(state: State, world: World) -> None:
     """Mark the attempts whose jobs were read for the first time since they came into their states."""
     unread = [state.attempts[id_] for id_ in state.dirty.unread if id_ in state.attempts]
-    read = {one.id for one in unread if world.job_began(one.job.job_id) >= one.since}
+    read = {one.id for one in unread if not is_unread(one, world)}
     state.dirty.unread = {one.id for one in unread} - read
     state.dirty.attempts |= read
 

@@ -319,7 +319,7 @@ class Backend:
             frozenset((controller.policy.image, *(pool.image for pool in controller.policy.pools))),
         )
         found = host_views(rows, controller.world(), self.clock.now(), troubles)
-        return [replace(one, todo=self.advised(one.todo)) for one in found]
+        return [replace(one, todo=self.advised(one.todo)) if one.todo else one for one in found]
 
     def evictions(self) -> list[api.EvictionView]:
         """The jobs that would leave their hosts now. Nothing is begun."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from multiverse.api import HostView, StatusView, decode
@@ -30,9 +31,8 @@ def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True)
     lab = lab_of(config)
     yield Examination("settings", tuple(tried(partial(_settings_file, config))))
     own = _of_controller(settings, config, source)
-    yield from _advised(lab, own if lab is None else _of_lab(lab, own))
-    yield from _advised(lab, _as_host(settings, kvm=kvm))
-    yield from _advised(lab, _through_the_daemon(settings, kvm=kvm))
+    own = own if lab is None else _of_lab(lab, own)
+    yield from _advised(lab, chain(own, _as_host(settings, kvm=kvm), _through_the_daemon(settings, kvm=kvm)))
 
 
 def examine_before(settings: Settings, config: Path, source: Path, *, kvm: bool = True) -> Iterator[Examination]:
@@ -110,11 +110,11 @@ _OF_SITES = re.compile(r"systemctl|systemd|multiverse site|^start |restart slurm
 
 def _advised(lab: Path | None, found: Iterable[Examination]) -> Iterator[Examination]:
     """The same, with the advice for a lab's user if it is a lab."""
+    if lab is None:
+        yield from found
+        return
     for one in found:
-        own = one.findings
-        if lab is not None:
-            own = tuple(each._replace(remedy=in_lab(lab, each.remedy)) for each in own)
-        yield replace(one, findings=own)
+        yield replace(one, findings=tuple(each._replace(remedy=in_lab(lab, each.remedy)) for each in one.findings))
 
 
 def _of_lab(lab: Path, found: Iterable[Examination]) -> Iterator[Examination]:

@@ -403,16 +403,11 @@ class QemuBundle:
     def examine(self, settings: Settings, *, run_guests: bool) -> Iterator[Examination]:
         """See `PlatformBundle`: this machine as a host."""
         facts = machine.of_machine(settings, kvm=run_guests)
+        why = "no QEMU" if run_guests else "--no-kvm"
+        if settings.qemu.accel == "tcg":
+            why = 'accel = "tcg" in [qemu]'
         for name, found in machine.examine(settings, facts):
-            untried = name == "KVM runs guests" and facts.kvm is None
-            why = (
-                'accel = "tcg" in [qemu]'
-                if settings.qemu.accel == "tcg"
-                else "--no-kvm"
-                if not run_guests
-                else "no QEMU"
-            )
-            skipped = f"not tried: {why}" if untried else ""
+            skipped = f"not tried: {why}" if name == "KVM runs guests" and facts.kvm is None else ""
             yield Examination(name, tuple(found), skipped)
 
 
