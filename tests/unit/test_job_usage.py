@@ -130,6 +130,7 @@ class Site:
     def __init__(self) -> None:
         self.harness = PlannerHarness()
         self.vms: dict[str, VmUsage] = {}
+        self.elsewhere: dict[str, dict[str, VmUsage]] = {}  # what other sources tell, by name
         self.error: Exception | None = None
         self.refusals: list[MultiverseError] = []
         self.told: list[tuple[JobRef, str]] = []
@@ -143,7 +144,7 @@ class Site:
     async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
         if self.error is not None:
             raise self.error
-        return {source: HostUsage(None, dict(self.vms))}
+        return {source: HostUsage(None, dict(self.elsewhere.get(source, self.vms)))}
 
     async def report(self, job: JobRef, text: str) -> None:
         if self.refusals:
@@ -244,6 +245,56 @@ def test_a_job_that_began_unseen_counts_with_all_that_its_vm_used() -> None:
     assert (site.kept().cpu_s, site.kept().peak) == (33.0, 220.0) and site.kept().seconds == pytest.approx(
         60.0, abs=10.0
     )
+
+
+def test_what_an_earlier_vm_of_that_name_used_is_not_taken_for_what_the_job_began_with() -> None:
+    """A restored VM has the name of the VM that was saved, and may not have been sampled yet."""
+    site = Site()
+    vm = site.begin()
+    site.vms[vm.name] = VmUsage(50.0, 150.0)
+    site.look()
+    site.vms[vm.name] = VmUsage(33.0, 220.0, memory=200.0)
+    site.end()
+    site.look()
+    assert site.kept().cpu_s == 33.0
+
+
+def test_a_vm_of_that_name_that_ended_on_another_host_is_not_the_jobs() -> None:
+    site = Site()
+    vm = site.begin()
+    site.vms[vm.name] = VmUsage(3.0, 150.0, memory=120.0)
+    site.look()
+    lost = replace(usage(attempt=9, seconds=None), baselines=(Baseline("mvt-9", "far", 0.0, 0.0),))
+    site.recorder._running[9] = lost
+    site.elsewhere["far"] = {vm.name: VmUsage(500.0, 150.0)}
+    site.vms[vm.name] = VmUsage(33.0, 220.0)
+    site.end()
+    site.look()
+    assert site.kept().cpu_s == 30.0
+
+
+def test_what_a_vm_used_where_it_was_before_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site()
+    vm = site.begin()
+    here = vm.place.source
+    site.elsewhere = {here: {vm.name: VmUsage(3.0, 150.0, memory=120.0)}, "there": {}}
+    site.look()
+    places = {vm.name: "there"}
+    monkeypatch.setattr(site.recorder, "_places", lambda _: places)
+    site.elsewhere = {here: {vm.name: VmUsage(63.0, 150.0)}, "there": {vm.name: VmUsage(2.0, 300.0, memory=300.0)}}
+    site.look()
+    assert site.kept().moved_s == 0.0, "not each look asks where the VMs are"
+    site.harness.pass_time(history.MOVES_INTERVAL)
+    site.look()
+    assert (site.kept().moved_s, site.kept().baselines) == (60.0, (Baseline(vm.name, "there", 0.0, 120.0),))
+    places[vm.name] = here  # and back, where it counts from 0 again
+    site.elsewhere = {here: {vm.name: VmUsage(1.0, 300.0, memory=300.0)}, "there": {vm.name: VmUsage(7.0, 300.0)}}
+    site.harness.pass_time(history.MOVES_INTERVAL)
+    site.look()
+    site.elsewhere = {here: {vm.name: VmUsage(5.0, 300.0)}, "there": {}}
+    site.end()
+    site.look()
+    assert (site.kept().cpu_s, site.kept().known) == (72.0, 1)
 
 
 @pytest.mark.parametrize("error", [Unknown("away"), TimeoutError()])

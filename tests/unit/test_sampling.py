@@ -47,16 +47,22 @@ class Machine:
         who = ProcessIdentity.of(process.pid)
         self.write(name, pid=who.pid, started=who.started, boot_id=who.boot_id, **values)
 
-    def write(self, name: str, **values: int | str) -> None:
+    def write(self, name: str, phase: VmPhase = VmPhase.STARTED, **values: int | str) -> None:
         """The VM's manifest."""
         (self.vms / name).mkdir(exist_ok=True)
-        one = Manifest(name, CloneKind.INSTANT, VmPhase.STARTED, "", 1, 256, **values)  # type: ignore[arg-type]
+        one = Manifest(name, CloneKind.INSTANT, phase, "", 1, 256, **values)  # type: ignore[arg-type]
         manifest.write(self.vms / name, one)
 
     def kill(self, name: str) -> None:
         """End it, but do not reap it: a zombie."""
         self.running[name].kill()
         os.waitid(os.P_PID, self.running[name].pid, os.WEXITED | os.WNOWAIT)
+
+    def end(self, name: str) -> None:
+        """End its process, which leaves the VM's directory."""
+        process = self.running.pop(name)
+        process.kill()
+        process.communicate()
 
     def sampler(self) -> Sampler:
         return Sampler(self.vms, 1.0, lambda: [self.groups])
@@ -195,6 +201,54 @@ def test_a_vm_counts_from_when_its_qemu_is_recorded(machine: Machine) -> None:
     for now in (3.0, 4.0):
         one.sample(now)
     assert one.usage(60.0).vms.keys() == {"mvt-1"}
+    one.close()
+
+
+def spend(machine: Machine, name: str) -> float:
+    """Let the VM's process use CPU for a while. The CPU seconds that it has used at least."""
+    stat = Path(f"/proc/{machine.running[name].pid}/schedstat")
+    until(lambda: int(stat.read_text().split()[0]) > 300_000_000)
+    return 0.28  # the counter that is sampled has ticks of 10 ms
+
+
+def test_another_vm_of_the_same_name_is_found_at_once_and_counts_from_zero(machine: Machine) -> None:
+    machine.add("mvt-1", BURN)
+    one = machine.sampler()
+    one.sample(1.0)
+    spent = spend(machine, "mvt-1")
+    one.sample(2.0)
+    assert one.usage(60.0).vms["mvt-1"].cpu_s >= spent
+    machine.end("mvt-1")
+    machine.add("mvt-1")  # before the end of the other one was seen
+    one.sample(3.0)
+    assert not one.usage(60.0).vms["mvt-1"].lives
+    one.sample(4.0)
+    found = one.usage(60.0).vms["mvt-1"]
+    assert found.lives and found.cpu_s < spent
+    one.close()
+
+
+def test_a_vm_that_slept_goes_on_counting(machine: Machine) -> None:
+    machine.add("mvt-1", BURN)
+    one = machine.sampler()
+    one.sample(1.0)
+    spent = spend(machine, "mvt-1")
+    one.sample(2.0)
+    machine.write("mvt-1", VmPhase.ASLEEP, pid=machine.running["mvt-1"].pid)
+    machine.end("mvt-1")
+    later = 2.0 + 2 * sampling.KNOWN_AFTER_END
+    for now in (3.0, later):
+        one.sample(now)
+    machine.add("mvt-2")
+    one.sample(later + 1.0)
+    machine.end("mvt-2")
+    one.sample(later + 2.0)
+    asleep = one.usage(60.0).vms["mvt-1"]
+    assert not asleep.lives and asleep.cpu_s >= spent, "it is remembered for as long as it sleeps"
+    machine.add("mvt-1")
+    one.sample(later + 3.0 + sampling._LOOK_AGAIN)
+    awake = one.usage(60.0).vms["mvt-1"]
+    assert awake.lives and awake.cpu_s >= asleep.cpu_s and awake.peak >= asleep.peak
     one.close()
 
 

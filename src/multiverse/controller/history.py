@@ -128,6 +128,10 @@ MOST_TOLD = 1000  # users who wait to be told; beyond that the oldest are not to
 TELLING = 2  # how many are told at the same time
 TRIES, TRY_PAUSE = 3, 5.0  # how often, and after how many seconds, a scheduler is asked again that cannot take it now
 ROWS = 50  # rows that are written at once
+MOVES_INTERVAL = 10.0  # seconds between two looks at where VMs are: hosts remember for minutes those that have left
+
+
+_Used = dict[tuple[str, str], VmUsage]  # by source and name: another VM of the same name may have ended elsewhere
 
 
 class JobUsageRecorder:
@@ -140,6 +144,7 @@ class JobUsageRecorder:
         self._store, self._state, self._clock = store, state, clock
         self._measurements, self._reports = measurements, reports
         self._running: dict[int, JobUsage] = {}
+        self._look_for_moves = 0.0
         self._to_tell: deque[tuple[float, JobUsage]] = deque(maxlen=MOST_TOLD)  # with when
         self._more = asyncio.Event()
         self._failed = ""
@@ -158,20 +163,22 @@ class JobUsageRecorder:
                 await asyncio.sleep(LOOK_INTERVAL)
 
     async def look(self) -> None:
-        """Learn which jobs have begun or ended since the last time, and what they used."""
+        """Learn which jobs have begun, moved or ended since the last time, and what they used."""
         now = {attempt.id: attempt for attempt in self._state.attempts_in(AttemptState.ALLOCATED, *PREEMPTED_STATES)}
         begun = [attempt for id_, attempt in now.items() if id_ not in self._running]
         ended = [usage for id_, usage in self._running.items() if id_ not in now]
-        if not begun and not ended:
+        moved = self._moved(now)
+        if not begun and not ended and not moved:
             return
         known = read_job_usage(self._store, [attempt.id for attempt in begun])
         self._running.update(known)
         begun = [attempt for attempt in begun if attempt.id not in known]
         begins = {attempt.id: self._clock.now() - attempt.since < FRESH for attempt in begun}
         sources = {vm.place.source for attempt in begun for vm in self._state.vms_of(attempt)}
-        sources |= {one.source for usage in ended for one in usage.baselines}
+        sources |= {one.source for usage in (*moved, *ended) for one in usage.baselines}
         used = await self._used(sources)
         changed = [self._begun(attempt, used if begins[attempt.id] else {}) for attempt in begun]
+        changed += [self._at_new_hosts(usage, used) for usage in moved]
         self._running.update({usage.attempt: usage for usage in changed})
         for usage in ended:
             del self._running[usage.attempt]
@@ -183,11 +190,13 @@ class JobUsageRecorder:
             put_job_usage(self._store, changed[first : first + ROWS], self._clock.wall())
             await asyncio.sleep(0)
 
-    def _begun(self, attempt: Attempt, used: Mapping[str, VmUsage]) -> JobUsage:
+    def _begun(self, attempt: Attempt, used: _Used) -> JobUsage:
         request, baselines = attempt.request, []
         for vm in self._state.vms_of(attempt):
-            seen = used.get(vm.name)
-            baselines.append(Baseline(vm.name, vm.place.source, *((seen.cpu_s, seen.memory) if seen else (0.0, 0.0))))
+            seen = used.get((vm.place.source, vm.name))
+            # An earlier VM of that name, which a restored one has, may have ended a short while ago.
+            known = (seen.cpu_s, seen.memory) if seen is not None and seen.lives else (0.0, 0.0)
+            baselines.append(Baseline(vm.name, vm.place.source, *known))
         began = self._clock.wall() - (self._clock.now() - attempt.since)
         size = request.size
         usage = JobUsage(attempt.id, attempt.job, request.nodes, size.cpus, size.memory, began, tuple(baselines))
@@ -204,22 +213,46 @@ class JobUsageRecorder:
             earlier_cpu_s=sum(max(one.cpu_s, one.counted_s) for _, one in found),
         )
 
-    def _ended(self, usage: JobUsage, used: Mapping[str, VmUsage]) -> JobUsage:
+    def _moved(self, running: Mapping[int, Attempt]) -> list[JobUsage]:
+        """The jobs with a VM that is not where it was at the last look."""
+        if self._clock.now() < self._look_for_moves:
+            return []
+        self._look_for_moves = self._clock.now() + MOVES_INTERVAL
+        usages = (usage for id_, usage in self._running.items() if id_ in running)
+        return [usage for usage in usages if not self._places(usage).items() <= {one[:2] for one in usage.baselines}]
+
+    def _places(self, usage: JobUsage) -> dict[str, str]:
+        """The sources of the job's VMs, by name."""
+        attempt = self._state.attempts.get(usage.attempt)
+        return {} if attempt is None else {vm.name: vm.place.source for vm in self._state.vms_of(attempt)}
+
+    def _at_new_hosts(self, usage: JobUsage, used: _Used) -> JobUsage:
+        """The same with what VMs have used at the hosts that they left, which forget it soon."""
+        places, left, baselines = self._places(usage), 0.0, []
+        for one in usage.baselines:
+            if (source := places.get(one.vm, one.source)) != one.source:
+                seen = used.get((one.source, one.vm))
+                left += max(0.0, seen.cpu_s - one.cpu_s) if seen is not None else 0.0
+                one = one._replace(source=source, cpu_s=0.0)
+            baselines.append(one)
+        return replace(usage, baselines=tuple(baselines), moved_s=usage.moved_s + left)
+
+    def _ended(self, usage: JobUsage, used: _Used) -> JobUsage:
         attempt, now = self._state.attempts.get(usage.attempt), self._clock.now()
         late = now - attempt.since if attempt is not None else 0.0  # it is in another state since then
-        known = [(one, used[one.vm]) for one in usage.baselines if one.vm in used]
+        known = [(one, used[at]) for one in usage.baselines if (at := (one.source, one.vm)) in used]
         eviction = attempt.preempted if attempt is not None else None
         return replace(
             usage,
             ended_for=str(eviction.why) if eviction is not None else "",
             seconds=max(0.0, self._clock.wall() - usage.began - late),
-            cpu_s=sum(max(0.0, seen.cpu_s - one.cpu_s) for one, seen in known),
+            cpu_s=usage.moved_s + sum(max(0.0, seen.cpu_s - one.cpu_s) for one, seen in known),
             peak=max((max(0.0, seen.peak - one.memory) for one, seen in known), default=0.0),
             known=len(known),
         )
 
-    async def _used(self, sources: Collection[str]) -> dict[str, VmUsage]:
-        found: dict[str, VmUsage] = {}
+    async def _used(self, sources: Collection[str]) -> _Used:
+        found: _Used = {}
 
         async def ask(source: str) -> None:
             try:
@@ -229,7 +262,7 @@ class JobUsageRecorder:
                 self._log("use of jobs not known", f"{source}: {error}")
                 return
             for host in hosts.values():
-                found.update(host.vms)
+                found.update(((source, name), vm) for name, vm in host.vms.items())
 
         await asyncio.gather(*map(ask, sources))
         return found

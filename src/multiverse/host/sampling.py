@@ -340,6 +340,7 @@ def _rates(seconds: float, before: Reading, after: Reading) -> list[float]:
 class _Vm:
     probe: VmProbe
     series: _Series = field(default_factory=_Series)
+    earlier_s: float = 0.0  # CPU seconds of its processes before it slept
 
 
 class Sampler:
@@ -356,6 +357,7 @@ class Sampler:
         self._host_probe, self._host = HostProbe(), _Series()
         self._vms: dict[str, _Vm] = {}
         self._ended: dict[str, tuple[float, VmUsage]] = {}
+        self._asleep: set[str] = set()  # those of them that go on with another process
         self._stamp, self._read_at = -1, -math.inf
         self._awaited: set[str] = set()  # VMs whose QEMU was not seen yet
         self._lock = threading.Lock()  # held for a moment, never while files are read
@@ -412,6 +414,7 @@ class Sampler:
             except OSError:
                 names = set()
             self._awaited = names if again else (self._awaited & names) | (names - self._vms.keys())
+            self._asleep &= names
         for name in sorted(self._awaited):
             self._open(name)
 
@@ -432,17 +435,30 @@ class Sampler:
             with self._lock:
                 if vm is not None:
                     vm.probe.close()
-                vm = self._vms[name] = _Vm(probe)
+                vm = self._vms[name] = self._goes_on(name, probe)
                 self._limit_histories()
         vm.probe.huge_memory = known.huge_memory
         self._awaited.discard(name)
+
+    def _goes_on(self, name: str, probe: VmProbe) -> _Vm:
+        """The VM with this process. One that slept goes on counting; any other one is another VM of the same name."""
+        _, before = self._ended.pop(name, (0.0, None))
+        if before is None or name not in self._asleep:
+            return _Vm(probe)
+        self._asleep.remove(name)
+        return _Vm(probe, _Series(peak=before.peak), before.cpu_s)
 
     def _end(self, name: str, now: float) -> None:
         vm = self._vms.pop(name)
         vm.probe.close()
         if vm.series.last is not None:
-            self._ended[name] = now, VmUsage(vm.series.last[1].cpu_s, vm.series.peak)
+            self._ended[name] = now, VmUsage(vm.earlier_s + vm.series.last[1].cpu_s, vm.series.peak)
+        known = manifest.read(self._directory / name)
+        if known is not None and known.phase is manifest.VmPhase.ASLEEP:
+            self._asleep.add(name)
+        self._awaited.add(name)  # perhaps there is another VM of that name already
         old = [other for other, (at, _) in self._ended.items() if now - at > KNOWN_AFTER_END]
+        old = [other for other in old if other not in self._asleep]
         for other in old or list(self._ended)[: max(0, len(self._ended) - MOST_ENDED)]:
             del self._ended[other]
         self._limit_histories()
@@ -483,5 +499,5 @@ class Sampler:
             for name, vm in self._vms.items():
                 if name.startswith(prefix) and (last := vm.series.last) is not None:
                     found = vm.series.history.usage(now - span, self.interval)
-                    vms[name] = VmUsage(last[1].cpu_s, vm.series.peak, found, last[1].memory)
+                    vms[name] = VmUsage(vm.earlier_s + last[1].cpu_s, vm.series.peak, found, last[1].memory)
         return HostUsage(host, vms)

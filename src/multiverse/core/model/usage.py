@@ -58,10 +58,14 @@ def combined(usages: Sequence[Usage]) -> Usage:
 class VmUsage:
     """What a VM has used."""
 
-    cpu_s: float  # CPU seconds of its process since its start
-    peak: float  # the most MiB since its start
-    usage: Usage | None = None  # None: it has ended a short while ago
-    memory: float = 0.0  # MiB in the last sample
+    cpu_s: float  # CPU seconds of its processes since it came to this host
+    peak: float  # the most MiB since then
+    usage: Usage | None = None  # None: it has ended a short while ago, or sleeps, or was sampled only once
+    memory: float = 0.0  # MiB in the last sample; 0: it has ended or sleeps
+
+    @property
+    def lives(self) -> bool:
+        return self.memory > 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ MEMORY_STEP = 64  # MiB: suggestions are multiples of this
 
 
 class Baseline(NamedTuple):
-    """What a VM had used when its job was seen to begin."""
+    """What a VM had used when its job was seen to begin, or 0 at a host that it came to later."""
 
     vm: str
     source: str  # answers for it
@@ -112,6 +116,7 @@ class JobUsage:
     earlier_cpu_s: float = 0.0  # CPU seconds of the earlier ones
     counted_s: float = 0.0  # CPU seconds by the scheduler's accounting, waits for overloaded hosts included; 0: unknown
     ended_for: str = ""  # why the run was ended for another job, if it was
+    moved_s: float = 0.0  # CPU seconds at hosts that its VMs have left since it began
 
     @property
     def cpus_given(self) -> float:
