@@ -52,6 +52,21 @@ def test_a_count_that_begins_late_is_measured_from_its_beginning() -> None:
     assert one.left() is None or one.left() > 0, "another count has begun"
 
 
+def test_what_is_begun_next_is_not_measured_by_what_was_before() -> None:
+    one, clock = work()
+    one.advance(5, 5)
+    clock.now = 100.0
+    one.begin("the next")
+    assert one.line() == "image slim: the next (1m40s)"
+    clock.now = 120.0
+    one.advance(1, 5)
+    assert one.left() == pytest.approx(80.0)
+    one.advance(0, 4)
+    clock.now = 130.0
+    one.advance(1, 4)
+    assert one.left() == pytest.approx(30.0), "a count that begins at 0 begins now"
+
+
 def test_what_an_earlier_time_took_tells_what_remains_until_it_is_over() -> None:
     one, clock = work(60.0)
     clock.now = 20.0

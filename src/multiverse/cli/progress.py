@@ -24,17 +24,22 @@ class Work:
     def __init__(self, what: str, expected: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`expected` is how long all of it took an earlier time, if that is known."""
         self.what, self._expected, self._clock = what, expected, clock
-        self._began = clock()
+        self._began = self._counted_since = clock()
         self._detail = ""
         self._counted: tuple[int, int, float, int] | None = None  # done, of, since when, and what was done then
 
     def say(self, detail: str) -> None:
         self._detail = detail
 
+    def begin(self, detail: str) -> None:
+        """Say what is done next. Nothing of it is counted yet."""
+        self._detail, self._counted, self._counted_since = detail, None, self._clock()
+
     def advance(self, done: int, of: int) -> None:
         """`done` of `of` are done. The pace counts from the first call on."""
         if self._counted is None or self._counted[1] != of or done < self._counted[0]:
-            self._counted = (done, of, self._began if done <= 1 else self._clock(), 0 if done <= 1 else done)
+            first = self._counted is None and done <= 1
+            self._counted = (done, of, self._counted_since if first else self._clock(), 0 if first else done)
         else:
             self._counted = (done, of, *self._counted[2:])
 

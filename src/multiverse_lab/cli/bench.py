@@ -84,7 +84,7 @@ def lab_progress(silent: bool) -> Progress:
     """Prints a line for each service of the lab that has started."""
 
     def say(name: str, word: str, seconds: float) -> None:
-        progress.present().say(f"lab: {name} {word}")
+        progress.present().begin(f"lab: {name} {word}")
         if not silent:
             console.print(f"[green]✓[/] {name} {word} [dim]{render.duration(seconds)}[/]")
 

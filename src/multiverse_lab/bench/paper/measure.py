@@ -132,6 +132,7 @@ class PaperBench:
         submitted: dict[str, float] = {}
         with TaskReports(self._lab.settings.network.gateway) as reports:
             began = time.monotonic()
+            self._progress(name, 0, len(jobs), 0.0)  # else the run before this one would be shown until a job has ended
             for job, count in zip(jobs, counts, strict=True):
                 time.sleep(max(0.0, began + job.at - time.monotonic()))
                 at = time.monotonic()
