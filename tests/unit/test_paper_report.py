@@ -95,6 +95,20 @@ def test_the_command_makes_the_page_of_a_recorded_run_again(found: dict[str, Any
     }  # fmt: skip
 
 
+def test_what_is_printed_as_json_becomes_a_table_of_the_page_of_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(build(), ["bench", "paper", "--from", f"{RECORDED}", "--json"], catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == [], "no page was asked for"
+    (tmp_path / "paper.json").write_text(done.stdout)
+    shown = CliRunner().invoke(build(), ["bench", "all", "paper.json"], catch_exceptions=False).stdout
+    rows = {cells[0]: cells[1:] for line in shown.splitlines() if len(cells := line.strip("| ").split(" | ")) == 4}
+    published, here, in_paper = rows["completion-1, provisioning, full, mean"]
+    assert published == "260 s" and " to " in here and in_paper.endswith(" s")
+    assert rows["makespan, workload-2, full / instant"][0] == "1.5 ×" and "A second of the paper is" in shown
+
+
 @pytest.mark.parametrize("text", ["{}", "no JSON", '{"kinds": {}}'])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.json").write_text(text)

@@ -63,6 +63,8 @@ def read(name: str, found: Any, at: str) -> BenchmarkRun:
     if isinstance(found, dict) and {"words", "result"} <= found.keys():
         machine = found["machine"] and BenchmarkMachine(**found["machine"])
         return BenchmarkRun(tuple(found["words"]), found["at"], found["commit"], machine, found["result"])
+    if isinstance(found, dict) and {"figures", "runs", "host", "commit", "at"} <= found.keys():  # of `bench paper`
+        return BenchmarkRun((name,), found["at"], found["commit"], BenchmarkMachine(**found["host"]), found)
     if not isinstance(found, dict | list) or not flatten(name, found):
         raise Refused(f"{name} has no figures of a benchmark", hint="give files that bench NAME --json has printed")
     return BenchmarkRun((name,), at, "", None, found)
@@ -450,6 +452,29 @@ def _isolation(found: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(["", f"Containers by {versions}."] if versions else [])])
 
 
+def _paper(run: BenchmarkRun) -> Table:
+    rows = [
+        (
+            name,
+            one["published"],
+            _number(ours["value"], unit) if ours["low"] is None else _interval(ours, unit),
+            _number(one["in_paper_seconds"], "s", 0),
+        )
+        for name, one in run.result["figures"].items()
+        if (ours := one["ours"]) is not None
+        for unit in (one["unit"],)
+    ]
+    return ("figure", "published", "here (95 %)", "here, in the paper's time"), rows
+
+
+def _paper_scale(found: Mapping[str, Any]) -> str:
+    scale, seeds = found["scale"], ", ".join(map(str, found["seeds"]))
+    return (
+        f"{scale['share']:.0%} of the paper's cluster and of its jobs: {scale['cpus']} CPUs. A second of the paper is"
+        f" {scale['second']:.3f} s here. Seeds: {seeds}."
+    )
+
+
 def _generic(run: BenchmarkRun) -> Table:
     """Every figure, where no table of its own is known."""
     figures = flatten(run.words[0], run.result)
@@ -478,6 +503,7 @@ _TABLES: dict[str, Callable[[BenchmarkRun], Table]] = {
     "move-compressed": _move,
     "move-private": _move,
     "containers": _containers,
+    "paper": _paper,
 }
 _NOTES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "latency": _stages,
@@ -485,4 +511,5 @@ _NOTES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "queue": _ratios,
     "neighbours": _ratios,
     "containers": _isolation,
+    "paper": _paper_scale,
 }

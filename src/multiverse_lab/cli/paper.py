@@ -63,7 +63,9 @@ def paper(
     quick: Annotated[bool, typer.Option("--quick", help="Few jobs, a quarter as long: minutes.")] = False,
     seed: Annotated[int, typer.Option(help="Of the jobs.")] = 1,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each workload, from that seed on.")] = 1,
-    html: Annotated[Path, typer.Option("--html", help="Where the report is written.")] = Path("paper.html"),
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Where the report is written. paper.html, or nowhere with --json.")
+    ] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Also write the figures' data here.")] = None,
     simulate: Annotated[
         int | None, typer.Option(min=0, help="Seeds of what is simulated; 0 leaves it out. 3, or 0 with --quick.")
@@ -81,6 +83,7 @@ def paper(
 ) -> None:
     """The Multiverse paper's evaluation, scaled to this machine, beside its published figures, as one HTML page."""
     parts = [_beside(path) for path in beside or ()]
+    html = html or (None if json else Path("paper.html"))
     if given is not None:
         found = _read(given)
     else:
@@ -232,7 +235,7 @@ def _simulate(seeds: range) -> dict[str, Any]:
 # --- the report --------------------------------------------------------------------------------------
 
 
-def _write(found: dict[str, Any], html: Path, csv: Path | None) -> None:
+def _write(found: dict[str, Any], html: Path | None, csv: Path | None) -> None:
     """Write the report, and add its figures to what was found."""
     from multiverse_lab.bench.paper.document import report_of
     from multiverse_lab.bench.paper.figures import summary
@@ -240,14 +243,15 @@ def _write(found: dict[str, Any], html: Path, csv: Path | None) -> None:
 
     report: PaperReport = report_of(found)
     found["figures"] = summary(report.figures)
-    files.replace(html, page(report), mode=0o644)
+    if html is not None:
+        files.replace(html, page(report), mode=0o644)
     if csv is not None:
         csv.mkdir(parents=True, exist_ok=True)
         for name, text in csv_files(report).items():
             files.replace(csv / name, text, mode=0o644)
 
 
-def _print(found: Mapping[str, Any], html: Path) -> None:
+def _print(found: Mapping[str, Any], html: Path | None) -> None:
     from multiverse_lab.bench.clusters import MeanOver
     from multiverse_lab.bench.paper.page import shown
 

@@ -32,6 +32,7 @@ ALL = (
     "submissions", "observations", "scale", "sampling", "placement", "viewers",
     "save", "checkpoint -t 2", "spread", "sleep", "containers",
     "move -m 2 --how private --large", "move -m 2", "move -m 2 --how compressed",
+    "paper --simulate 0",
 )  # fmt: skip
 
 
