@@ -228,7 +228,7 @@ def test_500_jobs_that_may_not_start_delay_no_job_that_may(
             assert journalled(lab, free)["admitted"] < journalled(lab, waiting[-1])["submitted"]
         assert active(client) == set(holders)
         until("the first one says why", lambda: "AssocMaxJobsLimit" in str(latest(client, waiting[0]).get("waiting")))
-        assert latest(client, waiting[-1])["waiting"] == BEHIND
+        assert latest(client, waiting[-1])["waiting"] == str(BEHIND)
         assert "held back by AssocMaxJobsLimit" in client.explain(waiting[-1])["jobs"][0]["text"]
     finally:
         lab.run("scancel", f"--user={lab.user.name}")
