@@ -279,18 +279,19 @@ def test_what_a_vm_used_where_it_was_before_counts_too(monkeypatch: pytest.Monke
     here = vm.place.source
     site.elsewhere = {here: {vm.name: VmUsage(3.0, 150.0, memory=120.0)}, "there": {}}
     site.look()
-    places = {vm.name: "there"}
-    monkeypatch.setattr(site.recorder, "_places", lambda _: places)
-    site.elsewhere = {here: {vm.name: VmUsage(63.0, 150.0)}, "there": {vm.name: VmUsage(2.0, 300.0, memory=300.0)}}
-    site.look()
-    assert site.kept().moved_s == 0.0, "not each look asks where the VMs are"
-    site.harness.pass_time(history.MOVES_INTERVAL)
-    site.look()
-    assert (site.kept().moved_s, site.kept().baselines) == (60.0, (Baseline(vm.name, "there", 0.0, 120.0),))
-    places[vm.name] = here  # and back, where it counts from 0 again
-    site.elsewhere = {here: {vm.name: VmUsage(1.0, 300.0, memory=300.0)}, "there": {vm.name: VmUsage(7.0, 300.0)}}
-    site.harness.pass_time(history.MOVES_INTERVAL)
-    site.look()
+    with monkeypatch.context() as changed:
+        there = replace(vm, moves=1, places=(replace(vm.place, host="there", source="there"),))
+        changed.setitem(site.harness.state.vms, vm.id, there)
+        site.elsewhere = {here: {vm.name: VmUsage(63.0, 150.0)}, "there": {vm.name: VmUsage(2.0, 300.0, memory=300.0)}}
+        site.look()
+        assert site.kept().moved_s == 0.0, "not each look asks where the VMs are"
+        site.harness.pass_time(history.MOVES_INTERVAL)
+        site.look()
+        assert (site.kept().moved_s, site.kept().baselines) == (60.0, (Baseline(vm.name, "there", 0.0, 120.0),))
+        changed.setitem(site.harness.state.vms, vm.id, replace(vm, moves=2))  # and back, where it counts from 0 again
+        site.elsewhere = {here: {vm.name: VmUsage(1.0, 300.0, memory=300.0)}, "there": {vm.name: VmUsage(7.0, 300.0)}}
+        site.harness.pass_time(history.MOVES_INTERVAL)
+        site.look()
     site.elsewhere = {here: {vm.name: VmUsage(5.0, 300.0)}, "there": {}}
     site.end()
     site.look()
