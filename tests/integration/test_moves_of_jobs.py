@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -270,6 +271,17 @@ def test_it_is_told_where_they_were(watched: Watched) -> None:
 
 def subject(vm: dict[str, Any]) -> str:
     return f"vm {vm['name'].rpartition('-')[2]}"
+
+
+def test_what_they_used_on_all_hosts_counts(watched: Watched) -> None:
+    for name in ("watching", "peer", "steps"):
+        with closing(sqlite3.connect(watched.lab.settings.state_dir / "multiverse.db")) as database:
+            found = database.execute(
+                "SELECT job_usage.body FROM job_usage JOIN attempts ON attempts.id = job_usage.attempt"
+                " WHERE attempts.job_id = ?", (watched.jobs[name],),
+            ).fetchall()  # fmt: skip
+        (used,) = (json.loads(body) for (body,) in found)
+        assert used["known"] == 1 and used["cpu_s"] > used["moved_s"] > used["cpu_s"] / 4, used
 
 
 def test_slurmctld_has_noticed_nothing(watched: Watched) -> None:
