@@ -392,6 +392,6 @@ DIFFERENCES = (
 
 MEASURED = """
 AllocNode:Sid SrunHost:Pid Used Free .*_time last_sched_evaluation elapsed eligible end start submission count
-(micro)?seconds (Max|Ave|Min)\\w+ TRESUsage\\w+ \\w+RAW \\w+Raw DBIndex
+(micro)?seconds (Max|Ave|Min)\\w+ TRESUsage\\w+ \\w+RAW \\w+Raw DBIndex task
 """
-"""Fields with other values each time."""
+"""Fields with other values each time. `task` is the one that used the most."""
