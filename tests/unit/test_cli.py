@@ -68,6 +68,21 @@ main.main()
     assert (command.returncode, said) == (INTERRUPTED, "")
 
 
+def test_a_signal_that_comes_while_an_interrupted_command_ends_changes_nothing() -> None:
+    script = """
+import atexit, signal
+import typer
+from multiverse.cli import main
+app = typer.Typer()
+app.command()(lambda: signal.raise_signal(signal.SIGINT))
+main.for_arguments = lambda _: app
+atexit.register(signal.raise_signal, signal.SIGINT)
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.strip()) == (INTERRUPTED, "")
+
+
 def test_a_daemon_that_another_one_supersedes_ends_with_a_status_after_which_it_is_not_started_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

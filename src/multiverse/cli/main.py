@@ -50,4 +50,6 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(CLOSED)
+    if status == INTERRUPTED:  # typer makes this of `KeyboardInterrupt`
+        interrupts.ignore()
     sys.exit(status if isinstance(status, int) else 0)
