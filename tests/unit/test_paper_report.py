@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from multiverse.api import decode
 from multiverse.cli.commands import build
+from multiverse.core.errors import Refused
 from multiverse_lab.bench.injob import StartSamples
 from multiverse_lab.bench.launches import PARTS, WAYS
 from multiverse_lab.bench.paper.document import report_of
@@ -109,12 +110,28 @@ def test_what_is_printed_as_json_becomes_a_table_of_the_page_of_figures(
     assert rows["makespan, workload-2, full / instant"][0] == "1.5 ×" and "A second of the paper is" in shown
 
 
-@pytest.mark.parametrize("text", ["{}", "no JSON", '{"kinds": {}}'])
+@pytest.mark.parametrize("text", [
+    "{}",
+    "no JSON",
+    '{"kinds": {}}',
+    '{"runs": [], "scale": {}, "full_provisioning": []}',
+    '{"start": {}, "repeat": 1}',
+])  # fmt: skip
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.json").write_text(text)
     for option in ("--from", "--with"):
         done = CliRunner().invoke(build(), ["bench", "paper", option, f"{tmp_path}/other.json"])
         assert done.exit_code != 0 and "other.json" in str(done.exception)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiverse_lab.cli.paper.build_image", lambda *words, **more: pytest.fail("it began to run"))
+    (tmp_path / "file").touch()
+    for words in (("--html", f"{tmp_path}"), ("--html", f"{tmp_path}/none/x.html"), ("--csv", f"{tmp_path}/file")):
+        done = CliRunner().invoke(build(), ["bench", "paper", *words])
+        assert isinstance(done.exception, Refused) and str(tmp_path) in str(done.exception) and done.exception.hint
 
 
 # --- parts of other benchmarks ----------------------------------------------------------------------------

@@ -54,7 +54,13 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     assert (spec.cpus, spec.full) == (48, CloneTimes((50.0, 75.0), rate=0.25))
 
 
-@pytest.mark.parametrize(("text", "named"), [("host = 3", "did you mean hosts"), ("hosts = 0", "hosts"), ("[", "read")])
+@pytest.mark.parametrize(("text", "named"), [
+    ("host = 3", "did you mean hosts"),
+    ("hosts = 0", "hosts"),
+    ("[", "read"),
+    ("slurmd = [5.0, 1.0]", "slurmd: must have the least before the most"),
+    ("slurmd = [0.0, inf]", "slurmd"),
+])  # fmt: skip
 def test_a_wrong_file_is_refused_and_its_key_named(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(Refused, match=named):
@@ -111,6 +117,11 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 def test_jobs_that_fit_nowhere_are_refused() -> None:
     found = run_cluster(SMALL, PLAIN, [*jobs(2), *jobs(1, cpus=64)], 1)
     assert (found.jobs, found.refused) == (3, 1)
+
+
+def test_jobs_of_which_none_fits_are_an_error_that_says_so() -> None:
+    with pytest.raises(Refused, match="no job fits on a host"):
+        run_cluster(SMALL, PLAIN, jobs(2, cpus=64), 1)
 
 
 def test_a_restart_of_slurmctld_is_waited_for_and_shared() -> None:
@@ -216,6 +227,24 @@ def test_a_command_without_jobs_is_refused(tmp_path: Path) -> None:
         call("--cluster", str(tmp_path / "c.toml"))
     with pytest.raises(Refused, match="generates"):
         call("--cluster", str(tmp_path / "c.toml"), "--generate", "nothing")
+
+
+def test_two_workloads_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("hosts = 1\n")
+    with pytest.raises(Refused, match="two workloads"):
+        call("--cluster", f"{tmp_path}/c.toml", "--generate", "poisson", "--trace", f"{tmp_path}/t.swf")
+
+
+def test_what_became_of_the_jobs_of_a_trace_is_said(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("hosts = 1\ncores = 4\n")
+    lines = [f"{number} 0 -1 {runs} {cpus} -1 -1 {cpus} 60 -1 1 1 -1 -1 -1 -1 -1 -1" for number, runs, cpus in
+             ((1, 20, 2), (2, 20, 400), (3, 6000, 1))]  # fmt: skip
+    (tmp_path / "t.swf").write_text("\n".join(lines))
+    text = call("--cluster", f"{tmp_path}/c.toml", "--trace", f"{tmp_path}/t.swf", "--compare", " full, ")
+    assert "3 jobs on 1 host of 4 cores" in text
+    said = " ".join(text.split())
+    assert "Refused, as they fit on no host: 1 job. Not completed: 1 job." in said
+    assert "full: utilization in" in text
 
 
 def test_a_job_that_starts_has_only_the_hosts_of_its_vms_observed(monkeypatch: pytest.MonkeyPatch) -> None:

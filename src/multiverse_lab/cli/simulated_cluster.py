@@ -51,12 +51,13 @@ def cluster(
         _paper(range(seed, seed + seeds), json=json)
         return
     spec = paper_cluster.CLUSTER if cluster == "paper" else clusters.read_cluster(Path(cluster))
-    policies = {name: clusters.policy_named(name) for name in [policy, *filter(None, compare.split(","))]}
-    drawn = _jobs(spec, trace, generate, jobs, rate)
+    names = [policy, *filter(None, map(str.strip, compare.split(",")))]
+    policies = {name: clusters.policy_named(name) for name in names}
+    drawn, jobs = _jobs(spec, trace, generate, jobs, rate)
     runs: dict[str, list[RunFigures]] = {}
     every = range(seed, seed + seeds)
     total = len(policies) * seeds * jobs
-    with progress.working(f"{jobs:,} jobs on {spec.hosts:,} hosts") as work:
+    with progress.working(f"{_count(jobs, 'job')} on {_count(spec.hosts, 'host')}") as work:
         for number, (name, chosen) in enumerate(policies.items()):
             work.say(name)
             ended = itertools.count(number * seeds * jobs)
@@ -71,14 +72,16 @@ def _advance(work: progress.Work, ended: Iterator[int], total: int, _: WorkloadT
     work.advance(next(ended), total)
 
 
-def _jobs(spec: ClusterSpec, trace: Path | None, generate: str, count: int, rate: float) -> Jobs:
+def _jobs(spec: ClusterSpec, trace: Path | None, generate: str, count: int, rate: float) -> tuple[Jobs, int]:
+    """The jobs of each seed, and how many they are."""
     from multiverse_lab.bench import swf, workloads
 
     if (trace is None) == (not generate):
-        raise Refused("there are no jobs", hint=f"give either --trace FILE or --generate with {GENERATED}")
+        said = "there are no jobs" if trace is None else "--trace and --generate are two workloads"
+        raise Refused(said, hint=f"give either --trace FILE or --generate with {GENERATED}")
     if trace is not None:
         found = swf.read(trace)[:count]
-        return lambda _: workloads.arrivals(found, spec.cores, spec.memory_per_cpu)
+        return lambda _: workloads.arrivals(found, spec.cores, spec.memory_per_cpu), len(found)
     if generate not in workloads.GENERATORS:
         raise Refused(f"nothing generates {generate!r}", hint=f"choose {GENERATED}")
     make = workloads.GENERATORS[generate]
@@ -90,7 +93,7 @@ def _jobs(spec: ClusterSpec, trace: Path | None, generate: str, count: int, rate
         work = workloads.mean_work(make(workloads.DrawnJobs(min(count, 2000), 1.0, one.widest, seed)))
         return workloads.DrawnJobs(count, 0.7 * spec.cpus * 60 / work, one.widest, seed)
 
-    return lambda seed: workloads.arrivals(make(draw(seed)), spec.cores, spec.memory_per_cpu)
+    return lambda seed: workloads.arrivals(make(draw(seed)), spec.cores, spec.memory_per_cpu), count
 
 
 Figure = tuple[Callable[["RunFigures"], float], Callable[[float], str]]
@@ -125,9 +128,12 @@ def _print(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: r
     from multiverse_lab.bench.clusters import figure_over
 
     first = next(iter(runs.values()))[0]
-    said = f"{first.jobs:,} jobs on {spec.hosts:,} hosts of {spec.cores} cores, {_seeds(seeds)}, simulated."
+    cluster = f"{_count(spec.hosts, 'host')} of {spec.cores} cores"
+    said = f"{_count(first.jobs, 'job')} on {cluster}, simulated, {_seeds(seeds)}."
     if first.refused:
-        said += f" {first.refused:,} jobs fit on no host, and were refused."
+        said += f" Refused, as they fit on no host: {_count(first.refused, 'job')}."
+    if first.failed:
+        said += f" Not completed: {_count(first.failed, 'job')}."
     render.say(said, indent=0)
     table = render.table("", *runs, right=tuple(runs))
     for name, (figure, show) in figures().items():
@@ -137,6 +143,10 @@ def _print(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: r
         console.print(f"{name}: utilization in {len(found[0].steps)} steps of {render.duration(found[0].step)}",
                       markup=False, highlight=False)  # fmt: skip
         console.print(_sparks(found[0].steps, console.width), markup=False, highlight=False)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _seeds(seeds: range) -> str:
