@@ -91,6 +91,8 @@ def test_the_command_makes_the_page_of_a_recorded_run_again(found: dict[str, Any
     assert done.exit_code == 0 and f"The report is in {tmp_path}/paper.html." in done.stdout
     page = (tmp_path / "paper.html").read_text()
     assert 'id="move"' in page and "provisioning, full / instant" in page and "7.2 ×" in page
+    rows = {cells[0]: cells[-1] for line in done.stdout.splitlines() if len(cells := line.strip().split("   ")) > 2}
+    assert rows["overheads-1, slurm_restart, full, mean"].strip() == "0 s", "zero is a value"
     assert {path.name for path in (tmp_path / "data").iterdir()} == {
         *csv_files(report_of(found)), "move.csv",
     }  # fmt: skip
@@ -153,7 +155,7 @@ def _of(section: ReportSection) -> str:
 def test_moves_have_a_part_with_the_published_time() -> None:
     section = of_benchmark({"benchmark": "move", "at": "2026-11-30", "result": _MOVES})
     assert section.command == "multiverse bench move --moves 2 --how private"
-    assert section.data[1][0][:2] == ("idle", 0.4) and section.data[1][0][7:] == (20, "10%")
+    assert section.data[1][0][:2] == ("idle", 0.4) and section.data[1][0][7:] == (20, "10 %")
     assert "10 to 13" in _of(section)
 
 

@@ -96,8 +96,8 @@ def _index(report: PaperReport) -> str:
         last = one.values[-1] if one.values else None
         rows.append((
             f'<a href="#{one.key}">{one.number}</a>', f'<a href="#{one.key}">{escape(one.title)}</a>',
-            escape(last.name) if last else "", escape(last.published) if last else "",
-            escape(shown(last.ours, last.unit)) if last else "",
+            escape(last.name) if last else "", _unbroken(last.published) if last else "",
+            _unbroken(shown(last.ours, last.unit)) if last else "",
         ))  # fmt: skip
     rows.extend(
         ("", f'<a href="#{section.key}">{escape(section.title)}</a>', "", "", "") for section in report.sections
@@ -109,7 +109,7 @@ def _index(report: PaperReport) -> str:
 def _figure(one: PaperFigure) -> str:
     heads: tuple[str, ...] = ("", "published", "here (95 %)", "here, in the paper's time")
     rows: list[tuple[str, ...]] = [
-        (escape(value.name), escape(value.published), escape(shown(value.ours, value.unit)), _in_paper(value))
+        (escape(value.name), _unbroken(value.published), _unbroken(shown(value.ours, value.unit)), _in_paper(value))
         for value in one.values
     ]
     if not any(row[-1] for row in rows):
@@ -117,8 +117,15 @@ def _figure(one: PaperFigure) -> str:
     return (
         f'<section id="{one.key}"><h2>{escape(one.title)} <small>figure {one.number}</small></h2>'
         f'<p class="about">{escape(one.about)}</p>{_drawings(one.charts)}'
-        f"{_table(heads, rows, right=(1, 2, 3))}{_data(f'figure-{one.number:02}-{one.key}.csv', one.data)}</section>"
+        f"{_table(heads, rows, right=(1, 2, 3))}{f'<p>{escape(one.why)}</p>' if one.why else ''}"
+        f"{_data(f'figure-{one.number:02}-{one.key}.csv', one.data)}</section>"
     )
+
+
+def _unbroken(text: str) -> str:
+    """A value, with a new line before its interval at most."""
+    value, bracket, interval = text.partition(" (")
+    return f"<span>{escape(value)}</span>" + (f" <span>({escape(interval)}</span>" if bracket else "")
 
 
 def _in_paper(value: ComparedValue) -> str:

@@ -146,7 +146,9 @@ def _move(found: Mapping[str, Any], at: str) -> ReportSection:
         moved, pause = (summary([sample[key] for sample in one["samples"]]) for key in ("total", "outside"))
         assert moved is not None and pause is not None, "each case was measured"
         bars.append(StackedBar(name, (moved.p50,), moved.low, moved.high))
-        rows.append((name, *_median(moved), *_median(pause), round(one["sent"] / (1 << 20)), f"{one['slowdown']:.0%}"))
+        rows.append(
+            (name, *_median(moved), *_median(pause), round(one["sent"] / (1 << 20)), f"{one['slowdown'] * 100:.0f} %")
+        )
     rows.append(("published: 500 MB (IaaS-HPC)", "10 to 13", *("",) * 7))
     heads = ("job", "moved_s", "low_s", "high_s", "pause_s", "low_s", "high_s", "sent_mib", "slower by")
     return ReportSection(
