@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -245,6 +249,38 @@ def test_what_became_of_the_jobs_of_a_trace_is_said(tmp_path: Path) -> None:
     said = " ".join(text.split())
     assert "Refused, as they fit on no host: 1 job. Not completed: 1 job." in said
     assert "full: utilization in" in text
+
+
+def test_a_report_has_the_figures_of_each_policy(tmp_path: Path) -> None:
+    path, html = tmp_path / "c.toml", tmp_path / "c.html"
+    path.write_text("hosts = 2\ncores = 8\n")
+    words = ("--cluster", f"{path}", "--generate", "poisson", "--jobs", "4", "--compare", "full", "--seeds", "2")
+    found = json.loads(call(*words, "--json", "--html", f"{html}"))
+    text = html.read_text()
+    for chart in ("Utilization, means", "Wait, means", "Bounded slowdown, means", "Fairness", "CPUs of running jobs"):
+        assert f'aria-label="{chart}"' in text
+    assert text.count('class="range"') == 8, "each mean has its interval"
+    data = dict(re.findall(r'download="(\w+).csv" href="data:text/csv;base64,([^"]+)"', text))
+    rows = list(csv.DictReader(io.StringIO(base64.b64decode(data["policies"]).decode())))
+    for name, one in found["policies"].items():
+        (row,) = [row for row in rows if (row["policy"], row["figure"]) == (name, "fairness")]
+        fairness = one["figures"]["fairness"]
+        assert (float(row["value"]), float(row["low"])) == (fairness["value"], fairness["low"])
+    assert "2 hosts of 8 cores" in text and "1, 2" in text and "nothing here was measured on hardware" in text
+    assert f"The report is in {html}." in call(*words, "--html", f"{html}")
+
+
+def test_the_report_on_the_papers_cluster_has_published_figures_and_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {one: [run_cluster(SMALL, PLAIN, jobs(4), 1)] for one in paper_cluster.EXPERIMENTS}
+    monkeypatch.setattr(paper_cluster, "run_paper", lambda seeds, ended: few)
+    monkeypatch.setattr(paper_cluster, "run_readings", lambda seeds, ended: {"10 jobs a minute": few})
+    monkeypatch.setattr(paper_cluster, "run_changes", lambda seeds, ended: {"no restart": few[paper_cluster.FULL_1]})
+    call("--cluster", "paper", "--html", f"{tmp_path}/p.html")
+    text = (tmp_path / "p.html").read_text()
+    assert all(f'id="{key}"' in text for key in ("simulated", "readings", "changes", "utilization"))
+    assert "868 s" in text and "10 jobs a minute" in text and "no restart" in text and "5 hosts of 44 cores" in text
 
 
 def test_a_job_that_starts_has_only_the_hosts_of_its_vms_observed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ _STYLE = Path(__file__).with_name("page.css")
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """A part of the report beside the paper's figures: `command` makes it. `data` are its figures as a table; `notes`
-    come after it."""
+    """A part of the report beside the paper's figures: `command` makes it. `data` are its figures as a table, which is
+    shown if there is no other `table`; `notes` come after it."""
 
     key: str
     title: str
@@ -30,6 +30,7 @@ class ReportSection:
     charts: tuple[Chart, ...]
     data: DataTable
     notes: tuple[str, ...] = ()
+    table: DataTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ def shown(value: MeanOver | None, unit: str) -> str:
 
 
 def _index(report: PaperReport) -> str:
+    if not report.figures:
+        return ""
     rows = []
     for one in report.figures:
         last = one.values[-1] if one.values else None
@@ -133,13 +136,14 @@ def _in_paper(value: ComparedValue) -> str:
 
 
 def _section(one: ReportSection) -> str:
-    rows = [tuple(escape(_cell(cell)) for cell in row) for row in one.data[1]]
-    right = tuple(at for at, cell in enumerate(one.data[1][0] if one.data[1] else ()) if not isinstance(cell, str))
+    heads, cells = one.data if one.table is None else one.table
+    rows = [tuple(escape(_cell(cell)) for cell in row) for row in cells]
+    right = tuple(at for at, cell in enumerate(cells[0] if cells else ()) if not isinstance(cell, str))
     notes = "".join(f"<p>{escape(note)}</p>" for note in one.notes)
     return (
         f'<section id="{one.key}"><h2>{escape(one.title)}</h2><p class="about">{escape(one.about)}</p>'
         f"<p>Made by <code>{escape(one.command)}</code></p>{_drawings(one.charts)}"
-        f"{_table(one.data[0], rows, right=right)}{notes}{_data(f'{one.key}.csv', one.data)}</section>"
+        f"{_table(heads, rows, right=right)}{notes}{_data(f'{one.key}.csv', one.data)}</section>"
     )
 
 
