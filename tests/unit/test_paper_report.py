@@ -190,10 +190,12 @@ def test_kinds_are_compared_on_the_same_jobs_at_each_rate(monkeypatch: pytest.Mo
 def test_simulated_figures_are_shown_beside_the_published_ones_with_the_reason_where_they_differ() -> None:
     def one(name: str, why: str = "") -> dict[str, Any]:
         value = {"value": 1.0, "low": 0.5, "high": 1.5}
-        return {"figure": name, "published": "1 s", "simulated": value, "fitted": False, "within": not why, "why": why}
+        how = {"fitted": False, "within": not why, "why": why, "unit": "s"}
+        return {"figure": name, "published": "1 s", "simulated": value, **how}
 
     found = {"summary": "1 of 2.", "reproduced": [one("a"), one("b", "because")]}
     section = of_simulation(found, [1, 2])
+    assert [row[2] for row in section.data[1]] == ["1 s (0.5 to 1.5)"] * 2
     assert section.notes == ("1 of 2.", "b: because.") and [row[3] for row in section.data[1]] == [
         "within 10 %",
         "differs",

@@ -14,8 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from multiverse.cli import render
 from multiverse.cli.commands import build
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import CloneKind, Depth, Size
@@ -34,6 +36,7 @@ from multiverse_lab.bench.clusters import (
     run_cluster,
 )
 from multiverse_lab.bench.workloads import GENERATORS, USERS, DrawnJobs, arrivals
+from multiverse_lab.cli import simulated_cluster
 from multiverse_lab.simulation.hypervisor import SimulatedHosts
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.scenario import Arrival
@@ -249,6 +252,18 @@ def test_what_became_of_the_jobs_of_a_trace_is_said(tmp_path: Path) -> None:
     said = " ".join(text.split())
     assert "Refused, as they fit on no host: 1 job. Not completed: 1 job." in said
     assert "full: utilization in" in text
+
+
+def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.toml").write_text("hosts = 2\ncores = 8\n")
+    terminal = Console(force_terminal=True, width=80, file=io.StringIO())
+    for module in (render, simulated_cluster):
+        monkeypatch.setattr(module, "console", terminal)
+    call("--cluster", f"{tmp_path}/c.toml", "--generate", "poisson", "--jobs", "3", "--seeds", "2",
+         "--compare", "full,joined,full+no-backfill")  # fmt: skip
+    assert isinstance(terminal.file, io.StringIO)
+    text = terminal.file.getvalue()
+    assert "slurm_schedule" in text and "±" in text and "…" not in text
 
 
 def test_a_report_has_the_figures_of_each_policy(tmp_path: Path) -> None:

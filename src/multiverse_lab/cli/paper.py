@@ -258,7 +258,7 @@ def _print(found: Mapping[str, Any], html: Path | None) -> None:
     from multiverse_lab.bench.clusters import MeanOver
     from multiverse_lab.bench.paper.page import shown
 
-    table = render.table("FIGURE", "PUBLISHED", "HERE", "IN THE PAPER'S TIME", fold=("FIGURE",))
+    table = render.table("FIGURE", "PUBLISHED", "HERE", "PAPER'S TIME", fold=("FIGURE",))
     for name, one in found["figures"].items():
         ours = one["ours"] and MeanOver(**one["ours"])
         in_paper = one["in_paper_seconds"]

@@ -144,7 +144,7 @@ def _print(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: r
     cluster = f"{_count(spec.hosts, 'host')} of {spec.cores} cores"
     jobs, *ends = _jobs_said(next(iter(runs.values()))[0])
     render.say(" ".join([f"{jobs} on {cluster}, simulated, {_seeds(seeds)}.", *ends]), indent=0)
-    table = render.table("", *runs, right=tuple(runs))
+    table = render.table("", *runs, right=tuple(runs), fold=tuple(runs))
     for row in _rows(runs):
         table.add_row(*row)
     render.show(table, "Nothing was simulated.")
@@ -326,7 +326,7 @@ def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: M
         table.add_row(name, *(shown(one, _plain) for one in _reading(of_reading)))
     render.show(table, "Nothing was simulated.")
     render.say("Workload-2 with instant clones, with one thing at a time as it is here:", indent=0)
-    table = render.table("", *CHANGE_FIGURES)
+    table = render.table("", *CHANGE_FIGURES, fold=tuple(CHANGE_FIGURES))
     for name, of_change in changed.items():
         table.add_row(name, *(shown(_mean(of_change, figure), show) for figure, show in CHANGE_FIGURES.values()))
     render.show(table, "Nothing was simulated.")

@@ -85,7 +85,7 @@ def shown(value: MeanOver | None, unit: str) -> str:
     """A value with its interval, as far as it is known."""
     if value is None:
         return "not measured"
-    text = f"{number(value.value)} {unit}"
+    text = f"{number(value.value)} {unit}".strip()
     if value.low is None or value.high is None:
         return text
     return f"{text} ({number(value.low)} to {number(value.high)})"

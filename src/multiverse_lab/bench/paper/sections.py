@@ -82,7 +82,7 @@ def of_simulation(found: Mapping[str, Any], seeds: Sequence[int]) -> ReportSecti
     whys = dict.fromkeys(one["why"] for one in found["reproduced"] if one["why"])
     for one in found["reproduced"]:
         how = "fitted" if one["fitted"] else "within 10 %" if one["within"] else "differs"
-        rows.append((one["figure"], one["published"], shown(MeanOver(**one["simulated"]), ""), how))
+        rows.append((one["figure"], one["published"], shown(MeanOver(**one["simulated"]), one.get("unit", "")), how))
     notes = [found["summary"]]
     notes += [f"{', '.join(one['figure'] for one in found['reproduced'] if one['why'] == why)}: {why}." for why in whys]
     return ReportSection(
