@@ -49,10 +49,22 @@ def test_what_a_trace_leaves_out_is_filled_in_or_left_out(tmp_path: Path) -> Non
     assert swf.read(path) == [TraceJob(1, 10.0, 20.0, 8, 60.0), TraceJob(2, 50.0, 30.0, 4, 30.0)]
 
 
-@pytest.mark.parametrize("text", ["1 2 3\n", "1 2 x -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1\n"])
+@pytest.mark.parametrize("text", [
+    "1 2 3\n",
+    "1 2 x -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1\n",
+    "1 2 -1 inf 4 -1 -1 4 -1 -1 -1 -1 -1 -1 -1 -1 -1 -1\n",
+    "1 2 -1 9 4 -1 -1 4 -1 -1 -1 nan -1 -1 -1 -1 -1 -1\n",
+])  # fmt: skip
 def test_a_line_that_is_no_job_is_refused_with_its_number(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.swf").write_text("; x\n" + text)
     with pytest.raises(Refused, match="line 2"):
+        swf.read(tmp_path / "t.swf")
+
+
+@pytest.mark.parametrize("text", ["", "; comments\n", "1 2 -1 -1 4 -1 -1 4 60 -1 5 -1 -1 -1 -1 -1 -1 -1\n"])
+def test_a_trace_without_a_job_that_ran_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.swf").write_text(text)
+    with pytest.raises(Refused, match="no job that ran"):
         swf.read(tmp_path / "t.swf")
 
 

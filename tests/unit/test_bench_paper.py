@@ -383,6 +383,7 @@ def test_the_data_of_each_figure_is_in_a_file_and_in_the_page() -> None:
         "makespan_s": "73.0",
     }
     text = page(_report())
+    assert "15 full clones a minute, so they wait for each other" in text, "why values are not the published ones"
     assert all(f'download="{name}"' in text for name in files)
 
 

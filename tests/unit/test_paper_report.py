@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from multiverse.api import decode
 from multiverse.cli.commands import build
+from multiverse.core.errors import Refused
 from multiverse_lab.bench.injob import StartSamples
 from multiverse_lab.bench.launches import PARTS, WAYS
 from multiverse_lab.bench.paper.document import report_of
@@ -90,6 +91,8 @@ def test_the_command_makes_the_page_of_a_recorded_run_again(found: dict[str, Any
     assert done.exit_code == 0 and f"The report is in {tmp_path}/paper.html." in done.stdout
     page = (tmp_path / "paper.html").read_text()
     assert 'id="move"' in page and "provisioning, full / instant" in page and "7.2 ×" in page
+    rows = {cells[0]: cells[-1] for line in done.stdout.splitlines() if len(cells := line.strip().split("   ")) > 2}
+    assert rows["overheads-1, slurm_restart, full, mean"].strip() == "0 s", "zero is a value"
     assert {path.name for path in (tmp_path / "data").iterdir()} == {
         *csv_files(report_of(found)), "move.csv",
     }  # fmt: skip
@@ -109,12 +112,28 @@ def test_what_is_printed_as_json_becomes_a_table_of_the_page_of_figures(
     assert rows["makespan, workload-2, full / instant"][0] == "1.5 ×" and "A second of the paper is" in shown
 
 
-@pytest.mark.parametrize("text", ["{}", "no JSON", '{"kinds": {}}'])
+@pytest.mark.parametrize("text", [
+    "{}",
+    "no JSON",
+    '{"kinds": {}}',
+    '{"runs": [], "scale": {}, "full_provisioning": []}',
+    '{"start": {}, "repeat": 1}',
+])  # fmt: skip
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.json").write_text(text)
     for option in ("--from", "--with"):
         done = CliRunner().invoke(build(), ["bench", "paper", option, f"{tmp_path}/other.json"])
         assert done.exit_code != 0 and "other.json" in str(done.exception)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiverse_lab.cli.paper.build_image", lambda *words, **more: pytest.fail("it began to run"))
+    (tmp_path / "file").touch()
+    for words in (("--html", f"{tmp_path}"), ("--html", f"{tmp_path}/none/x.html"), ("--csv", f"{tmp_path}/file")):
+        done = CliRunner().invoke(build(), ["bench", "paper", *words])
+        assert isinstance(done.exception, Refused) and str(tmp_path) in str(done.exception) and done.exception.hint
 
 
 # --- parts of other benchmarks ----------------------------------------------------------------------------
@@ -136,7 +155,7 @@ def _of(section: ReportSection) -> str:
 def test_moves_have_a_part_with_the_published_time() -> None:
     section = of_benchmark({"benchmark": "move", "at": "2026-11-30", "result": _MOVES})
     assert section.command == "multiverse bench move --moves 2 --how private"
-    assert section.data[1][0][:2] == ("idle", 0.4) and section.data[1][0][7:] == (20, "10%")
+    assert section.data[1][0][:2] == ("idle", 0.4) and section.data[1][0][7:] == (20, "10 %")
     assert "10 to 13" in _of(section)
 
 
@@ -171,10 +190,12 @@ def test_kinds_are_compared_on_the_same_jobs_at_each_rate(monkeypatch: pytest.Mo
 def test_simulated_figures_are_shown_beside_the_published_ones_with_the_reason_where_they_differ() -> None:
     def one(name: str, why: str = "") -> dict[str, Any]:
         value = {"value": 1.0, "low": 0.5, "high": 1.5}
-        return {"figure": name, "published": "1 s", "simulated": value, "fitted": False, "within": not why, "why": why}
+        how = {"fitted": False, "within": not why, "why": why, "unit": "s"}
+        return {"figure": name, "published": "1 s", "simulated": value, **how}
 
     found = {"summary": "1 of 2.", "reproduced": [one("a"), one("b", "because")]}
     section = of_simulation(found, [1, 2])
+    assert [row[2] for row in section.data[1]] == ["1 s (0.5 to 1.5)"] * 2
     assert section.notes == ("1 of 2.", "b: because.") and [row[3] for row in section.data[1]] == [
         "within 10 %",
         "differs",

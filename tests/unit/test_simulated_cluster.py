@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,8 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from multiverse.cli import render
 from multiverse.cli.commands import build
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import CloneKind, Depth, Size
@@ -30,6 +36,7 @@ from multiverse_lab.bench.clusters import (
     run_cluster,
 )
 from multiverse_lab.bench.workloads import GENERATORS, USERS, DrawnJobs, arrivals
+from multiverse_lab.cli import simulated_cluster
 from multiverse_lab.simulation.hypervisor import SimulatedHosts
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.scenario import Arrival
@@ -54,7 +61,13 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     assert (spec.cpus, spec.full) == (48, CloneTimes((50.0, 75.0), rate=0.25))
 
 
-@pytest.mark.parametrize(("text", "named"), [("host = 3", "did you mean hosts"), ("hosts = 0", "hosts"), ("[", "read")])
+@pytest.mark.parametrize(("text", "named"), [
+    ("host = 3", "did you mean hosts"),
+    ("hosts = 0", "hosts"),
+    ("[", "read"),
+    ("slurmd = [5.0, 1.0]", "slurmd: must have the least before the most"),
+    ("slurmd = [0.0, inf]", "slurmd"),
+])  # fmt: skip
 def test_a_wrong_file_is_refused_and_its_key_named(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(Refused, match=named):
@@ -111,6 +124,11 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 def test_jobs_that_fit_nowhere_are_refused() -> None:
     found = run_cluster(SMALL, PLAIN, [*jobs(2), *jobs(1, cpus=64)], 1)
     assert (found.jobs, found.refused) == (3, 1)
+
+
+def test_jobs_of_which_none_fits_are_an_error_that_says_so() -> None:
+    with pytest.raises(Refused, match="no job fits on a host"):
+        run_cluster(SMALL, PLAIN, jobs(2, cpus=64), 1)
 
 
 def test_a_restart_of_slurmctld_is_waited_for_and_shared() -> None:
@@ -216,6 +234,68 @@ def test_a_command_without_jobs_is_refused(tmp_path: Path) -> None:
         call("--cluster", str(tmp_path / "c.toml"))
     with pytest.raises(Refused, match="generates"):
         call("--cluster", str(tmp_path / "c.toml"), "--generate", "nothing")
+
+
+def test_two_workloads_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("hosts = 1\n")
+    with pytest.raises(Refused, match="two workloads"):
+        call("--cluster", f"{tmp_path}/c.toml", "--generate", "poisson", "--trace", f"{tmp_path}/t.swf")
+
+
+def test_what_became_of_the_jobs_of_a_trace_is_said(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("hosts = 1\ncores = 4\n")
+    lines = [f"{number} 0 -1 {runs} {cpus} -1 -1 {cpus} 60 -1 1 1 -1 -1 -1 -1 -1 -1" for number, runs, cpus in
+             ((1, 20, 2), (2, 20, 400), (3, 6000, 1))]  # fmt: skip
+    (tmp_path / "t.swf").write_text("\n".join(lines))
+    text = call("--cluster", f"{tmp_path}/c.toml", "--trace", f"{tmp_path}/t.swf", "--compare", " full, ")
+    assert "3 jobs on 1 host of 4 cores" in text
+    said = " ".join(text.split())
+    assert "Refused, as they fit on no host: 1 job. Not completed: 1 job." in said
+    assert "full: utilization in" in text
+
+
+def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.toml").write_text("hosts = 2\ncores = 8\n")
+    terminal = Console(force_terminal=True, width=80, file=io.StringIO())
+    for module in (render, simulated_cluster):
+        monkeypatch.setattr(module, "console", terminal)
+    call("--cluster", f"{tmp_path}/c.toml", "--generate", "poisson", "--jobs", "3", "--seeds", "2",
+         "--compare", "full,joined,full+no-backfill")  # fmt: skip
+    assert isinstance(terminal.file, io.StringIO)
+    text = terminal.file.getvalue()
+    assert "slurm_schedule" in text and "±" in text and "…" not in text
+
+
+def test_a_report_has_the_figures_of_each_policy(tmp_path: Path) -> None:
+    path, html = tmp_path / "c.toml", tmp_path / "c.html"
+    path.write_text("hosts = 2\ncores = 8\n")
+    words = ("--cluster", f"{path}", "--generate", "poisson", "--jobs", "4", "--compare", "full", "--seeds", "2")
+    found = json.loads(call(*words, "--json", "--html", f"{html}"))
+    text = html.read_text()
+    for chart in ("Utilization, means", "Wait, means", "Bounded slowdown, means", "Fairness", "CPUs of running jobs"):
+        assert f'aria-label="{chart}"' in text
+    assert text.count('class="range"') == 8, "each mean has its interval"
+    data = dict(re.findall(r'download="(\w+).csv" href="data:text/csv;base64,([^"]+)"', text))
+    rows = list(csv.DictReader(io.StringIO(base64.b64decode(data["policies"]).decode())))
+    for name, one in found["policies"].items():
+        (row,) = [row for row in rows if (row["policy"], row["figure"]) == (name, "fairness")]
+        fairness = one["figures"]["fairness"]
+        assert (float(row["value"]), float(row["low"])) == (fairness["value"], fairness["low"])
+    assert "2 hosts of 8 cores" in text and "1, 2" in text and "nothing here was measured on hardware" in text
+    assert f"The report is in {html}." in call(*words, "--html", f"{html}")
+
+
+def test_the_report_on_the_papers_cluster_has_published_figures_and_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {one: [run_cluster(SMALL, PLAIN, jobs(4), 1)] for one in paper_cluster.EXPERIMENTS}
+    monkeypatch.setattr(paper_cluster, "run_paper", lambda seeds, ended: few)
+    monkeypatch.setattr(paper_cluster, "run_readings", lambda seeds, ended: {"10 jobs a minute": few})
+    monkeypatch.setattr(paper_cluster, "run_changes", lambda seeds, ended: {"no restart": few[paper_cluster.FULL_1]})
+    call("--cluster", "paper", "--html", f"{tmp_path}/p.html")
+    text = (tmp_path / "p.html").read_text()
+    assert all(f'id="{key}"' in text for key in ("simulated", "readings", "changes", "utilization"))
+    assert "868 s" in text and "10 jobs a minute" in text and "no restart" in text and "5 hosts of 44 cores" in text
 
 
 def test_a_job_that_starts_has_only_the_hosts_of_its_vms_observed(monkeypatch: pytest.MonkeyPatch) -> None:

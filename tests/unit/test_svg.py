@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from multiverse_lab.bench.svg import (
+    WIDTH,
     BarChart,
     BarPanel,
     Chart,
@@ -78,6 +80,12 @@ def test_a_stepped_line_keeps_its_value_until_the_next_point() -> None:
     first, second = (one["d"] for one in _elements(LINES, "path"))
     assert re.fullmatch(r"M[\d.]+ [\d.]+H[\d.]+V[\d.]+", first) and re.fullmatch(r"M[\d.]+ [\d.]+", second)
     assert len(_elements(LINES, "circle")) == 1, "the points of the other line"
+
+
+def test_the_last_mark_of_a_long_axis_is_inside() -> None:
+    long = replace(LINES, lines=(ChartLine("a", ((0.0, 1.0), (1_000_000.0, 1.0))),))
+    (last,) = [one for one in ElementTree.fromstring(drawn(long)).iter("text") if one.text == "1,000,000"]
+    assert float(last.attrib["x"]) + 3 * len("1,000,000") < WIDTH and last.attrib["text-anchor"] == "middle"
 
 
 def test_levels_have_their_place_on_the_axis() -> None:

@@ -12,7 +12,8 @@ from random import Random
 from statistics import fmean, stdev
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from multiverse.config import (
     BackfillSettings,
@@ -43,7 +44,15 @@ from multiverse_lab.simulation.scheduler import CommandLatencies
 from multiverse_lab.simulation.workload import JobTimes, WorkloadTotals, simulate_workload
 from multiverse_lab.simulation.world import WorldSettings
 
-Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
+
+def _in_order(span: tuple[float, float]) -> tuple[float, float]:
+    if span[0] > span[1]:
+        raise PydanticCustomError("order", "must have the least before the most")
+    return span
+
+
+_Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Span = Annotated[tuple[_Finite, _Finite], AfterValidator(_in_order)]
 """The least and the most seconds that something takes: all between are alike likely."""
 
 STEP = 10.0  # seconds of a step of the utilization over time, which is doubled as there are too many
@@ -303,7 +312,9 @@ class Collected:
     def figures(self, totals: WorkloadTotals) -> RunFigures:
         value, makespan = self._values, self._last - self._first
         if not value["wait"].count:
-            raise Broken("no job has run", hint="do the jobs fit on a host?")
+            if totals.refused:
+                raise Refused("no job fits on a host", hint="give hosts more cores or memory, or a job less of them")
+            raise Broken("no job has run", hint="give jobs that end within their limits")
         whole = self._cpus * self._step
         slowdowns = [total / count for total, count in self._users.values()]
         return RunFigures(

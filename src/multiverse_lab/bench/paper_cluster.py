@@ -218,6 +218,7 @@ class Reproduced:
     fitted: bool
     within: bool
     why: str  # if it is not within 10 %
+    unit: str
 
 
 def reproduced(runs: Runs) -> list[Reproduced]:
@@ -227,7 +228,7 @@ def reproduced(runs: Runs) -> list[Reproduced]:
         values = [one.simulated(runs, seed) for seed in range(count)]
         mean = mean_over(values)
         within = one.low * (1 - WITHIN) <= mean.value <= one.high * (1 + WITHIN)
-        found.append(Reproduced(one.name, told(one), mean, one.fitted, within, "" if within else one.why))
+        found.append(Reproduced(one.name, told(one), mean, one.fitted, within, "" if within else one.why, one.unit))
     return found
 
 

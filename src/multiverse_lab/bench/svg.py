@@ -131,7 +131,7 @@ class _Canvas:
     def finished(self) -> str:
         for row, entries in enumerate(self._rows):
             x = float(_LEFT)
-            y = _HEIGHT + _LEGEND_LINE * row + 4
+            y = _HEIGHT + _LEGEND_LINE * row + 8
             for name, kind in entries:
                 self.add(f'<rect class="{kind}" x="{x:.1f}" y="{y - 9:.1f}" width="10" height="10" rx="2"/>')
                 self.text(x + 15, y, name, "start")
@@ -206,7 +206,8 @@ def _lines(chart: LineChart) -> str:
         return _LEFT + (shown - first) / ((last - first) or 1.0) * (right - _LEFT)
 
     for value in marks:
-        canvas.text(at_x(value), _HEIGHT - _BOTTOM + 16, number(value))
+        said = number(value)
+        canvas.text(min(at_x(value), WIDTH - _CHARACTER * len(said) / 2), _HEIGHT - _BOTTOM + 16, said)
     canvas.text((_LEFT + right) / 2, _HEIGHT - _BOTTOM + 32, chart.x)
     for value, said in chart.levels:
         at = canvas.y(value)

@@ -4,6 +4,7 @@ https://www.cs.huji.ac.il/labs/parallel/workload/swf.html)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class TraceJob:
 
 def read(path: Path) -> list[TraceJob]:
     """The jobs of a trace in the order of their submission. Those that never ran, or whose processors are not known,
-    are left out. A job without a limit gets its run time as one. Raises `Refused`."""
+    are left out. A job without a limit gets its run time as one. Raises `Refused`, also if no job is left."""
     found = []
     try:
         lines = path.read_text().splitlines()
@@ -48,7 +49,7 @@ def read(path: Path) -> list[TraceJob]:
             numbers = [float(word) for word in text]
         except ValueError:
             numbers = []
-        if len(numbers) != _FIELDS:
+        if len(numbers) != _FIELDS or not all(map(math.isfinite, numbers)):
             raise Refused(f"{path}, line {at}: not {_FIELDS} numbers", hint="give a trace in that format, unpacked")
         processors = int(numbers[_ASKED] if numbers[_ASKED] > 0 else numbers[_GIVEN])
         runs, limit = numbers[_RUNS], numbers[_LIMIT]
@@ -56,6 +57,8 @@ def read(path: Path) -> list[TraceJob]:
             limit = limit if limit > 0 else runs
             user = max(0, int(numbers[_USER]))
             found.append(TraceJob(int(numbers[0]), numbers[_SUBMITTED], runs, processors, limit, user))
+    if not found:
+        raise Refused(f"{path} has no job that ran on a known number of processors", hint="give a trace with such jobs")
     return sorted(found, key=lambda job: (job.submitted, job.number))
 
 

@@ -24,7 +24,7 @@ from multiverse.client import Client
 from multiverse.core.errors import Refused
 from multiverse.images.build import build as build_image
 from multiverse.images.catalog import Image
-from multiverse.system import files, interrupts
+from multiverse.system import interrupts
 from multiverse_lab.bench.hpcc import PACKAGE
 from multiverse_lab.cli.bench import (
     AMPLE_DISK,
@@ -38,6 +38,7 @@ from multiverse_lab.cli.bench import (
     lab_progress,
 )
 from multiverse_lab.cli.report import commit_here, day, machine_now
+from multiverse_lab.cli.report_files import check_destinations, write_report
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.baremetal import baremetal as bare_slurmd
 from multiverse_lab.lab.layout import layout
@@ -46,7 +47,6 @@ from multiverse_lab.lab.session import LabSession, session
 
 if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay other commands
     from multiverse_lab.bench.paper.measure import PaperBench
-    from multiverse_lab.bench.paper.page import PaperReport
     from multiverse_lab.bench.paper.records import PaperRunTimes
     from multiverse_lab.bench.paper.workload import PaperScale, RoundCosts
 
@@ -82,8 +82,9 @@ def paper(
     json: Json = False,
 ) -> None:
     """The Multiverse paper's evaluation, scaled to this machine, beside its published figures, as one HTML page."""
-    parts = [_beside(path) for path in beside or ()]
     html = html or (None if json else Path("paper.html"))
+    check_destinations(html, csv)
+    parts = [_beside(path) for path in beside or ()]
     if given is not None:
         found = _read(given)
     else:
@@ -105,16 +106,20 @@ def _json(path: Path) -> Any:
         raise Refused(f"{path} has no JSON: {error}", hint="give what bench NAME --json has printed") from error
 
 
+_KEYS = frozenset({"command", "at", "commit", "host", "quick", "seeds", "full_provisioning", "round_costs", "scale",
+                   "accelerator", "runs"})  # fmt: skip
+
+
 def _read(path: Path) -> dict[str, Any]:
     found = _json(path)
-    if not isinstance(found, dict) or not {"runs", "scale", "full_provisioning"} <= found.keys():
+    if not isinstance(found, dict) or not found.keys() >= _KEYS or not found["runs"]:
         raise Refused(f"{path} is of another benchmark", hint="give what bench paper --json has printed")
     return found
 
 
 def _beside(path: Path) -> dict[str, Any]:
     result = _json(path)
-    for name, keys in (("injob", {"start", "repeat"}), ("move", {"cases", "how"})):
+    for name, keys in (("injob", {"start", "repeat", "seed", "accelerator"}), ("move", {"cases", "how", "moves"})):
         if isinstance(result, dict) and keys <= result.keys():
             return {"benchmark": name, "at": day(path.stat().st_mtime), "result": result}
     raise Refused(f"{path} is of no benchmark that the report has", hint="give that of bench injob or of bench move")
@@ -239,26 +244,24 @@ def _write(found: dict[str, Any], html: Path | None, csv: Path | None) -> None:
     """Write the report, and add its figures to what was found."""
     from multiverse_lab.bench.paper.document import report_of
     from multiverse_lab.bench.paper.figures import summary
-    from multiverse_lab.bench.paper.page import csv_files, page
 
-    report: PaperReport = report_of(found)
+    report = report_of(found)
     found["figures"] = summary(report.figures)
-    if html is not None:
-        files.replace(html, page(report), mode=0o644)
-    if csv is not None:
-        csv.mkdir(parents=True, exist_ok=True)
-        for name, text in csv_files(report).items():
-            files.replace(csv / name, text, mode=0o644)
+    write_report(report, html, csv)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f} s"
 
 
 def _print(found: Mapping[str, Any], html: Path | None) -> None:
     from multiverse_lab.bench.clusters import MeanOver
     from multiverse_lab.bench.paper.page import shown
 
-    table = render.table("FIGURE", "PUBLISHED", "HERE", "IN THE PAPER'S TIME", fold=("FIGURE",))
+    table = render.table("FIGURE", "PUBLISHED", "HERE", "PAPER'S TIME", fold=("FIGURE",))
     for name, one in found["figures"].items():
         ours = one["ours"] and MeanOver(**one["ours"])
         in_paper = one["in_paper_seconds"]
-        table.add_row(name, one["published"], shown(ours, one["unit"]), f"{in_paper:.0f} s" if in_paper else "")
+        table.add_row(name, one["published"], shown(ours, one["unit"]), _seconds(in_paper))
     console.print(table)
     console.print(f"The report is in {html}.", markup=False, soft_wrap=True)

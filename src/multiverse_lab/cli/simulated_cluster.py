@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import shlex
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from multiverse.cli import progress, render
 from multiverse.cli.render import console
 from multiverse.core.errors import Refused
+from multiverse_lab.cli.report import commit_here, day
+from multiverse_lab.cli.report_files import check_destinations, write_report
 
 if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay other commands
     from multiverse_lab.bench.clusters import ClusterSpec, Jobs, MeanOver, RunFigures
+    from multiverse_lab.bench.paper.page import PaperReport
     from multiverse_lab.bench.paper_cluster import Reproduced, Runs
     from multiverse_lab.simulation.workload import WorkloadTotals
 
@@ -40,6 +46,7 @@ def cluster(
     seeds: Annotated[int, typer.Option(min=1, help="So many seeds from that one; figures are their means.")] = 1,
     policy: Policy = "instant",
     compare: Annotated[str, typer.Option(help="Further policies, with commas, on the same jobs.")] = "",
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a report, with figures, here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a workload through the controller in virtual time, on a cluster of any size.
@@ -47,38 +54,50 @@ def cluster(
     Without a workload, --cluster paper repeats the paper's own ones, and prints the published figures beside."""
     from multiverse_lab.bench import clusters, paper_cluster
 
+    check_destinations(html)
     if cluster == "paper" and trace is None and not generate:
-        _paper(range(seed, seed + seeds), json=json)
+        _paper(range(seed, seed + seeds), html, json=json)
         return
     spec = paper_cluster.CLUSTER if cluster == "paper" else clusters.read_cluster(Path(cluster))
-    policies = {name: clusters.policy_named(name) for name in [policy, *filter(None, compare.split(","))]}
-    drawn = _jobs(spec, trace, generate, jobs, rate)
+    names = [policy, *filter(None, map(str.strip, compare.split(",")))]
+    policies = {name: clusters.policy_named(name) for name in names}
+    drawn, jobs = _jobs(spec, trace, generate, jobs, rate)
     runs: dict[str, list[RunFigures]] = {}
     every = range(seed, seed + seeds)
     total = len(policies) * seeds * jobs
-    with progress.working(f"{jobs:,} jobs on {spec.hosts:,} hosts") as work:
+    with progress.working(f"{_count(jobs, 'job')} on {_count(spec.hosts, 'host')}") as work:
         for number, (name, chosen) in enumerate(policies.items()):
             work.say(name)
             ended = itertools.count(number * seeds * jobs)
             runs[name] = clusters.run_seeds(spec, chosen, drawn, every, partial(_advance, work, ended, total))
+    if html is not None:
+        write_report(_report(spec, runs, every), html)
     if json:
         render.as_json(_document(spec, runs, every))
     else:
         _print(spec, runs, every)
+        _name(html)
+
+
+def _name(html: Path | None) -> None:
+    if html is not None:
+        console.print(f"The report is in {html}.", markup=False, soft_wrap=True)
 
 
 def _advance(work: progress.Work, ended: Iterator[int], total: int, _: WorkloadTotals) -> None:
     work.advance(next(ended), total)
 
 
-def _jobs(spec: ClusterSpec, trace: Path | None, generate: str, count: int, rate: float) -> Jobs:
+def _jobs(spec: ClusterSpec, trace: Path | None, generate: str, count: int, rate: float) -> tuple[Jobs, int]:
+    """The jobs of each seed, and how many they are."""
     from multiverse_lab.bench import swf, workloads
 
     if (trace is None) == (not generate):
-        raise Refused("there are no jobs", hint=f"give either --trace FILE or --generate with {GENERATED}")
+        said = "there are no jobs" if trace is None else "--trace and --generate are two workloads"
+        raise Refused(said, hint=f"give either --trace FILE or --generate with {GENERATED}")
     if trace is not None:
         found = swf.read(trace)[:count]
-        return lambda _: workloads.arrivals(found, spec.cores, spec.memory_per_cpu)
+        return lambda _: workloads.arrivals(found, spec.cores, spec.memory_per_cpu), len(found)
     if generate not in workloads.GENERATORS:
         raise Refused(f"nothing generates {generate!r}", hint=f"choose {GENERATED}")
     make = workloads.GENERATORS[generate]
@@ -90,7 +109,7 @@ def _jobs(spec: ClusterSpec, trace: Path | None, generate: str, count: int, rate
         work = workloads.mean_work(make(workloads.DrawnJobs(min(count, 2000), 1.0, one.widest, seed)))
         return workloads.DrawnJobs(count, 0.7 * spec.cpus * 60 / work, one.widest, seed)
 
-    return lambda seed: workloads.arrivals(make(draw(seed)), spec.cores, spec.memory_per_cpu)
+    return lambda seed: workloads.arrivals(make(draw(seed)), spec.cores, spec.memory_per_cpu), count
 
 
 Figure = tuple[Callable[["RunFigures"], float], Callable[[float], str]]
@@ -122,21 +141,69 @@ def figures() -> dict[str, Figure]:
 
 
 def _print(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: range) -> None:
-    from multiverse_lab.bench.clusters import figure_over
-
-    first = next(iter(runs.values()))[0]
-    said = f"{first.jobs:,} jobs on {spec.hosts:,} hosts of {spec.cores} cores, {_seeds(seeds)}, simulated."
-    if first.refused:
-        said += f" {first.refused:,} jobs fit on no host, and were refused."
-    render.say(said, indent=0)
-    table = render.table("", *runs, right=tuple(runs))
-    for name, (figure, show) in figures().items():
-        table.add_row(name, *(shown(figure_over(found, figure), show) for found in runs.values()))
+    cluster = f"{_count(spec.hosts, 'host')} of {spec.cores} cores"
+    jobs, *ends = _jobs_said(next(iter(runs.values()))[0])
+    render.say(" ".join([f"{jobs} on {cluster}, simulated, {_seeds(seeds)}.", *ends]), indent=0)
+    table = render.table("", *runs, right=tuple(runs), fold=tuple(runs))
+    for row in _rows(runs):
+        table.add_row(*row)
     render.show(table, "Nothing was simulated.")
     for name, found in runs.items():
         console.print(f"{name}: utilization in {len(found[0].steps)} steps of {render.duration(found[0].step)}",
                       markup=False, highlight=False)  # fmt: skip
         console.print(_sparks(found[0].steps, console.width), markup=False, highlight=False)
+
+
+def _jobs_said(run: RunFigures) -> list[str]:
+    """How many jobs there were, and sentences about those that did not complete."""
+    said = [_count(run.jobs, "job")]
+    if run.refused:
+        said.append(f"Refused, as they fit on no host: {_count(run.refused, 'job')}.")
+    if run.failed:
+        said.append(f"Not completed: {_count(run.failed, 'job')}.")
+    return said
+
+
+def _rows(runs: Mapping[str, Sequence[RunFigures]]) -> list[tuple[str, ...]]:
+    return [
+        (name, *(shown(_mean(found, figure), show) for found in runs.values()))
+        for name, (figure, show) in figures().items()
+    ]
+
+
+def _facts(spec: ClusterSpec, seeds: range) -> dict[str, str]:
+    over = f", {spec.cpus:,} CPUs that may be claimed" if spec.cpu_overcommit > 1 else ""
+    return {
+        "command": _command(),
+        "date": f"{day(time.time())}, commit {commit_here()[:12] or 'unknown'}",
+        "seeds": ", ".join(map(str, seeds)),
+        "cluster": f"{_count(spec.hosts, 'host')} of {spec.cores} cores and {spec.memory / 1024:.0f} GiB{over}",
+    }
+
+
+def _command() -> str:
+    return shlex.join(["multiverse", *sys.argv[1:]])
+
+
+def _report(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: range) -> PaperReport:
+    from multiverse_lab.bench.cluster_report import cluster_report, of_policies, of_utilization
+
+    numbers: list[tuple[str | float | int, ...]] = []
+    for policy, found in runs.items():
+        for name, (figure, _) in figures().items():
+            one = _mean(found, figure)
+            numbers.append((policy, name, one.value, *("" if at is None else at for at in (one.low, one.high))))
+    values = (("policy", "figure", "value", "low", "high"), tuple(numbers))
+    sections = [
+        of_policies(runs, _command(), (("", *runs), tuple(_rows(runs))), values),
+        of_utilization(runs, _command()),
+    ]
+    facts = {**_facts(spec, seeds), "jobs": ". ".join(_jobs_said(next(iter(runs.values()))[0]))}
+    return cluster_report("A workload on a simulated cluster", facts, sections)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _seeds(seeds: range) -> str:
@@ -177,7 +244,7 @@ def _document(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds
 # --- the paper's own workloads ------------------------------------------------------------------------
 
 
-def _paper(seeds: range, *, json: bool) -> None:
+def _paper(seeds: range, html: Path | None, *, json: bool) -> None:
     from multiverse_lab.bench import paper_cluster
 
     readings = len(paper_cluster.LAMBDA_READINGS)
@@ -192,10 +259,47 @@ def _paper(seeds: range, *, json: bool) -> None:
         }
         work.say("one change at a time")
         changed = paper_cluster.run_changes(seeds, lambda: work.advance(next(done), count))
+    document = _paper_document(seeds, runs, other, changed)
+    if html is not None:
+        write_report(_paper_report(seeds, runs, other, changed, document), html)
     if json:
-        render.as_json(_paper_document(seeds, runs, other, changed))
+        render.as_json(document)
     else:
         _print_paper(seeds, runs, other, changed)
+        _name(html)
+
+
+def _paper_report(
+    seeds: range,
+    runs: Runs,
+    other: Mapping[str, Runs],
+    changed: Mapping[str, list[RunFigures]],
+    document: Mapping[str, Any],
+) -> PaperReport:
+    from multiverse_lab.bench import paper_cluster
+    from multiverse_lab.bench.cluster_report import cluster_report, of_utilization
+    from multiverse_lab.bench.paper.page import ReportSection
+    from multiverse_lab.bench.paper.sections import of_simulation
+
+    heads = ("", *(name.lower() for name in CHANGE_FIGURES))
+    readings = ReportSection(
+        "readings", "What λ = 10 may mean",
+        f"The paper does not say it. Assumed: {paper_cluster.ASSUMED}, with which workload-1 agrees best. Clones of "
+        "workload-1, and when all jobs of workload-2 are done. Half of an interval is after ±.", _command(), (),
+        (("reading", "clone, full, s", "all done, full, s", "all done, instant, s", "full / instant"),
+         tuple((name, *(shown(one, _plain) for one in _reading(each))) for name, each in other.items())),
+    )  # fmt: skip
+    changes = ReportSection(
+        "changes", "One change at a time",
+        "Workload-2 with instant clones, with one thing at a time as it is here. Half of an interval is after ±.",
+        _command(), (),
+        (heads, tuple((name, *(shown(_mean(found, figure), show) for figure, show in CHANGE_FIGURES.values()))
+                      for name, found in changed.items())),
+    )  # fmt: skip
+    named = {f"{one.workload}, {one.kind}": found for one, found in runs.items()}
+    sections = [of_simulation(document, list(seeds)), readings, changes, of_utilization(named, _command())]
+    facts = _facts(paper_cluster.CLUSTER, seeds)
+    return cluster_report("The Multiverse paper on its own cluster, simulated", facts, sections)
 
 
 def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: Mapping[str, list[RunFigures]]) -> None:
@@ -222,7 +326,7 @@ def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: M
         table.add_row(name, *(shown(one, _plain) for one in _reading(of_reading)))
     render.show(table, "Nothing was simulated.")
     render.say("Workload-2 with instant clones, with one thing at a time as it is here:", indent=0)
-    table = render.table("", *CHANGE_FIGURES)
+    table = render.table("", *CHANGE_FIGURES, fold=tuple(CHANGE_FIGURES))
     for name, of_change in changed.items():
         table.add_row(name, *(shown(_mean(of_change, figure), show) for figure, show in CHANGE_FIGURES.values()))
     render.show(table, "Nothing was simulated.")
@@ -263,7 +367,7 @@ def _mean(runs: Sequence[RunFigures], figure: Callable[[RunFigures], float]) -> 
 
 def _paper_document(
     seeds: range, runs: Runs, other: Mapping[str, Runs], changed: Mapping[str, list[RunFigures]]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     from multiverse_lab.bench import paper_cluster
 
     names = ("clone_full", "all_done_full", "all_done_instant", "ratio")

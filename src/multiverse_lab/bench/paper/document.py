@@ -41,8 +41,8 @@ def _facts(found: Mapping[str, Any], scale: PaperScale, runs: Sequence[PaperRunT
         "seeds": ", ".join(map(str, found["seeds"])),
         "machine": f"{host['cpus']} CPUs ({host['cpu']}), {host['memory'] / 1024:.0f} GiB, Slurm {host['slurm']}, "
         f"QEMU {host['qemu']}, guests by {found['accelerator']}; a load of {host['load']:.1f} before the run",
-        "cluster": f"one host of {scale.cpus} CPUs, twice as many in workload-2: {scale.share:.0%} of the paper's, "
-        f"with one CPU for two of the paper's; {most} jobs for its 100",
+        "cluster": f"one host of {scale.cpus} CPUs, twice as many in workload-2: {scale.share * 100:.0f} % of the "
+        f"paper's, with one CPU for two of the paper's; {most} jobs for its 100",
         "full clone alone": f"{fmean(full):.1f} s to provision (mean of {len(full)}); published: "
         f"{FULL_PROVISIONING:g} s",
         "time": f"a second of the paper is {scale.second:.3f} s of a clone and {scale.second_of_jobs:.3f} s of a job "
@@ -76,10 +76,10 @@ _QUICK = (
 
 def _warnings(found: Mapping[str, Any], scale: PaperScale, runs: Sequence[PaperRunTimes]) -> tuple[str, ...]:
     computing = (
-        f"A CPU of the cluster has {scale.computing:.0%} of a real one: programs run in rounds of fixed work, as many "
-        "as take that part of the time, so that the cluster may be larger than the machine. Running times are alike "
-        "while the machine has CPUs left; longer ones show that it has none, because of boots, too. HPCC runs as one "
-        "process for each CPU, not as ranks of one problem."
+        f"A CPU of the cluster has {scale.computing * 100:.0f} % of a real one: programs run in rounds of fixed work, "
+        "as many as take that part of the time, so that the cluster may be larger than the machine. Running times are "
+        "alike while the machine has CPUs left; longer ones show that it has none, because of boots, too. HPCC runs "
+        "as one process for each CPU, not as ranks of one problem."
     )
     said = [*([_EMULATED] if found["accelerator"] == "tcg" else []), computing, _NUMBERS]
     if found["quick"]:

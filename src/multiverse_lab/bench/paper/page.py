@@ -20,8 +20,8 @@ _STYLE = Path(__file__).with_name("page.css")
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """A part of the report beside the paper's figures: `command` makes it. `data` are its figures as a table; `notes`
-    come after it."""
+    """A part of the report beside the paper's figures: `command` makes it. `data` are its figures as a table, which is
+    shown if there is no other `table`; `notes` come after it."""
 
     key: str
     title: str
@@ -30,6 +30,7 @@ class ReportSection:
     charts: tuple[Chart, ...]
     data: DataTable
     notes: tuple[str, ...] = ()
+    table: DataTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +85,22 @@ def shown(value: MeanOver | None, unit: str) -> str:
     """A value with its interval, as far as it is known."""
     if value is None:
         return "not measured"
-    text = f"{number(value.value)} {unit}"
+    text = f"{number(value.value)} {unit}".strip()
     if value.low is None or value.high is None:
         return text
     return f"{text} ({number(value.low)} to {number(value.high)})"
 
 
 def _index(report: PaperReport) -> str:
+    if not report.figures:
+        return ""
     rows = []
     for one in report.figures:
         last = one.values[-1] if one.values else None
         rows.append((
             f'<a href="#{one.key}">{one.number}</a>', f'<a href="#{one.key}">{escape(one.title)}</a>',
-            escape(last.name) if last else "", escape(last.published) if last else "",
-            escape(shown(last.ours, last.unit)) if last else "",
+            escape(last.name) if last else "", _unbroken(last.published) if last else "",
+            _unbroken(shown(last.ours, last.unit)) if last else "",
         ))  # fmt: skip
     rows.extend(
         ("", f'<a href="#{section.key}">{escape(section.title)}</a>', "", "", "") for section in report.sections
@@ -109,7 +112,7 @@ def _index(report: PaperReport) -> str:
 def _figure(one: PaperFigure) -> str:
     heads: tuple[str, ...] = ("", "published", "here (95 %)", "here, in the paper's time")
     rows: list[tuple[str, ...]] = [
-        (escape(value.name), escape(value.published), escape(shown(value.ours, value.unit)), _in_paper(value))
+        (escape(value.name), _unbroken(value.published), _unbroken(shown(value.ours, value.unit)), _in_paper(value))
         for value in one.values
     ]
     if not any(row[-1] for row in rows):
@@ -117,8 +120,15 @@ def _figure(one: PaperFigure) -> str:
     return (
         f'<section id="{one.key}"><h2>{escape(one.title)} <small>figure {one.number}</small></h2>'
         f'<p class="about">{escape(one.about)}</p>{_drawings(one.charts)}'
-        f"{_table(heads, rows, right=(1, 2, 3))}{_data(f'figure-{one.number:02}-{one.key}.csv', one.data)}</section>"
+        f"{_table(heads, rows, right=(1, 2, 3))}{f'<p>{escape(one.why)}</p>' if one.why else ''}"
+        f"{_data(f'figure-{one.number:02}-{one.key}.csv', one.data)}</section>"
     )
+
+
+def _unbroken(text: str) -> str:
+    """A value, with a new line before its interval at most."""
+    value, bracket, interval = text.partition(" (")
+    return f"<span>{escape(value)}</span>" + (f" <span>({escape(interval)}</span>" if bracket else "")
 
 
 def _in_paper(value: ComparedValue) -> str:
@@ -126,13 +136,14 @@ def _in_paper(value: ComparedValue) -> str:
 
 
 def _section(one: ReportSection) -> str:
-    rows = [tuple(escape(_cell(cell)) for cell in row) for row in one.data[1]]
-    right = tuple(at for at, cell in enumerate(one.data[1][0] if one.data[1] else ()) if not isinstance(cell, str))
+    heads, cells = one.data if one.table is None else one.table
+    rows = [tuple(escape(_cell(cell)) for cell in row) for row in cells]
+    right = tuple(at for at, cell in enumerate(cells[0] if cells else ()) if not isinstance(cell, str))
     notes = "".join(f"<p>{escape(note)}</p>" for note in one.notes)
     return (
         f'<section id="{one.key}"><h2>{escape(one.title)}</h2><p class="about">{escape(one.about)}</p>'
         f"<p>Made by <code>{escape(one.command)}</code></p>{_drawings(one.charts)}"
-        f"{_table(one.data[0], rows, right=right)}{notes}{_data(f'{one.key}.csv', one.data)}</section>"
+        f"{_table(heads, rows, right=right)}{notes}{_data(f'{one.key}.csv', one.data)}</section>"
     )
 
 

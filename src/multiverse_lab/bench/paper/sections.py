@@ -82,7 +82,7 @@ def of_simulation(found: Mapping[str, Any], seeds: Sequence[int]) -> ReportSecti
     whys = dict.fromkeys(one["why"] for one in found["reproduced"] if one["why"])
     for one in found["reproduced"]:
         how = "fitted" if one["fitted"] else "within 10 %" if one["within"] else "differs"
-        rows.append((one["figure"], one["published"], shown(MeanOver(**one["simulated"]), ""), how))
+        rows.append((one["figure"], one["published"], shown(MeanOver(**one["simulated"]), one.get("unit", "")), how))
     notes = [found["summary"]]
     notes += [f"{', '.join(one['figure'] for one in found['reproduced'] if one['why'] == why)}: {why}." for why in whys]
     return ReportSection(
@@ -146,7 +146,9 @@ def _move(found: Mapping[str, Any], at: str) -> ReportSection:
         moved, pause = (summary([sample[key] for sample in one["samples"]]) for key in ("total", "outside"))
         assert moved is not None and pause is not None, "each case was measured"
         bars.append(StackedBar(name, (moved.p50,), moved.low, moved.high))
-        rows.append((name, *_median(moved), *_median(pause), round(one["sent"] / (1 << 20)), f"{one['slowdown']:.0%}"))
+        rows.append(
+            (name, *_median(moved), *_median(pause), round(one["sent"] / (1 << 20)), f"{one['slowdown'] * 100:.0f} %")
+        )
     rows.append(("published: 500 MB (IaaS-HPC)", "10 to 13", *("",) * 7))
     heads = ("job", "moved_s", "low_s", "high_s", "pause_s", "low_s", "high_s", "sent_mib", "slower by")
     return ReportSection(
