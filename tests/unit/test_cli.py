@@ -79,7 +79,7 @@ main.for_arguments = lambda _: app
 atexit.register(signal.raise_signal, signal.SIGINT)
 main.main()
 """
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (INTERRUPTED, "")
 
 

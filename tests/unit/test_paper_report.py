@@ -7,11 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
 from multiverse.api import decode
+from multiverse.cli import render
 from multiverse.cli.commands import build
 from multiverse.core.errors import Refused
 from multiverse_lab.bench.injob import StartSamples
@@ -87,7 +89,8 @@ def test_the_command_makes_the_page_of_a_recorded_run_again(found: dict[str, Any
     (tmp_path / "move.json").write_text(json.dumps(_MOVES))
     argv = ["bench", "paper", "--from", f"{RECORDED}", "--with", f"{tmp_path}/move.json"]
     argv += ["--html", f"{tmp_path}/paper.html", "--csv", f"{tmp_path}/data"]
-    done = CliRunner().invoke(build(), argv, catch_exceptions=False)
+    with mock.patch.object(render.console, "_width", 140):
+        done = CliRunner().invoke(build(), argv, catch_exceptions=False)
     assert done.exit_code == 0 and f"The report is in {tmp_path}/paper.html." in done.stdout
     page = (tmp_path / "paper.html").read_text()
     assert 'id="move"' in page and "provisioning, full / instant" in page and "7.2 ×" in page

@@ -17,6 +17,7 @@ import typer
 from multiverse.cli import progress, render
 from multiverse.cli.render import console
 from multiverse.core.errors import Refused
+from multiverse.core.model.basics import number_of
 from multiverse_lab.cli.report import commit_here, day
 from multiverse_lab.cli.report_files import check_destinations, write_report
 
@@ -65,7 +66,7 @@ def cluster(
     runs: dict[str, list[RunFigures]] = {}
     every = range(seed, seed + seeds)
     total = len(policies) * seeds * jobs
-    with progress.working(f"{_count(jobs, 'job')} on {_count(spec.hosts, 'host')}") as work:
+    with progress.working(f"{number_of(jobs, 'job')} on {number_of(spec.hosts, 'host')}") as work:
         for number, (name, chosen) in enumerate(policies.items()):
             work.say(name)
             ended = itertools.count(number * seeds * jobs)
@@ -141,7 +142,7 @@ def figures() -> dict[str, Figure]:
 
 
 def _print(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: range) -> None:
-    cluster = f"{_count(spec.hosts, 'host')} of {spec.cores} cores"
+    cluster = f"{number_of(spec.hosts, 'host')} of {spec.cores} cores"
     jobs, *ends = _jobs_said(next(iter(runs.values()))[0])
     render.say(" ".join([f"{jobs} on {cluster}, simulated, {_seeds(seeds)}.", *ends]), indent=0)
     table = render.table("", *runs, right=tuple(runs), fold=tuple(runs))
@@ -156,11 +157,11 @@ def _print(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: r
 
 def _jobs_said(run: RunFigures) -> list[str]:
     """How many jobs there were, and sentences about those that did not complete."""
-    said = [_count(run.jobs, "job")]
+    said = [number_of(run.jobs, "job")]
     if run.refused:
-        said.append(f"Refused, as they fit on no host: {_count(run.refused, 'job')}.")
+        said.append(f"Refused, as they fit on no host: {number_of(run.refused, 'job')}.")
     if run.failed:
-        said.append(f"Not completed: {_count(run.failed, 'job')}.")
+        said.append(f"Not completed: {number_of(run.failed, 'job')}.")
     return said
 
 
@@ -177,7 +178,7 @@ def _facts(spec: ClusterSpec, seeds: range) -> dict[str, str]:
         "command": _command(),
         "date": f"{day(time.time())}, commit {commit_here()[:12] or 'unknown'}",
         "seeds": ", ".join(map(str, seeds)),
-        "cluster": f"{_count(spec.hosts, 'host')} of {spec.cores} cores and {spec.memory / 1024:.0f} GiB{over}",
+        "cluster": f"{number_of(spec.hosts, 'host')} of {spec.cores} cores and {spec.memory / 1024:.0f} GiB{over}",
     }
 
 
@@ -200,10 +201,6 @@ def _report(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: 
     ]
     facts = {**_facts(spec, seeds), "jobs": ". ".join(_jobs_said(next(iter(runs.values()))[0]))}
     return cluster_report("A workload on a simulated cluster", facts, sections)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _seeds(seeds: range) -> str:

@@ -13,7 +13,7 @@ RowKind = Literal["attempt", "vm", "template", "offer", "host", "lease", "saved"
 
 def number_of(count: int, what: str, several: str = "") -> str:
     """A number of things, for people: 1 host, 2 hosts. `several`: their word unless it only has an s more."""
-    return f"{count} {what if count == 1 else several or f'{what}s'}"
+    return f"{count:,} {what if count == 1 else several or f'{what}s'}"
 
 
 class Key(NamedTuple):
