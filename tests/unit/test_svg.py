@@ -76,6 +76,13 @@ def test_only_a_known_interval_is_drawn() -> None:
     assert low - high == pytest.approx(15 * unit, abs=0.2)
 
 
+def test_an_interval_that_reaches_below_zero_ends_at_the_axis() -> None:
+    chart = BarChart("t", "s", ("one",), (BarPanel("", (StackedBar("1", (10.0,), -30.0, 50.0),)),))
+    (path,), (bar,) = _elements(chart, "path"), [one for one in _elements(chart, "rect") if "rx" not in one]
+    low = float(re.findall(r"M[\d.]+ ([\d.]+)V", path["d"])[0])
+    assert low == pytest.approx(float(bar["y"]) + float(bar["height"]), abs=0.1)
+
+
 def test_a_stepped_line_keeps_its_value_until_the_next_point() -> None:
     first, second = (one["d"] for one in _elements(LINES, "path"))
     assert re.fullmatch(r"M[\d.]+ [\d.]+H[\d.]+V[\d.]+", first) and re.fullmatch(r"M[\d.]+ [\d.]+", second)

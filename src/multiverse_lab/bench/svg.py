@@ -188,7 +188,7 @@ def _bar(canvas: _Canvas, series: Sequence[str], bar: StackedBar, middle: float,
             )
         under += part
     if bar.low is not None and bar.high is not None:
-        low, high = canvas.y(bar.low), canvas.y(bar.high)
+        low, high = canvas.y(max(0.0, bar.low)), canvas.y(bar.high)  # the axis begins at 0, as what is measured
         caps = "".join(f"M{middle - 4:.1f} {at:.1f}h8" for at in (low, high))
         canvas.add(f'<path class="range" d="M{middle:.1f} {low:.1f}V{high:.1f}{caps}"/>')
 
