@@ -75,7 +75,7 @@ def test_no_less_is_told_than_sacct_has(lab: LabUnderTest, client: Client) -> No
         ended(client, job, "done")
     for job in jobs:
         line = until("its user is told", lambda job=job: "used" in (text := told(lab, job)) and text)
-        used, seconds = (float(re.findall(form, line)[0]) for form in (r"used ([\d.]+) of 1 cpus", r"in (\d+) s"))
+        used, seconds = (float(re.findall(form, line)[0]) for form in (r"used ([\d.]+) of 1 cpu\b", r"in (\d+) s"))
         asked = ("sacct", "-n", "-P", "-j", job, "-o", "TotalCPU")
         counted = seconds_of(lab.run(*asked).stdout.splitlines()[0])
         assert counted > 1 and used >= counted / seconds - 0.02, (line, counted)
