@@ -204,19 +204,20 @@ def test_a_vm_counts_from_when_its_qemu_is_recorded(machine: Machine) -> None:
     one.close()
 
 
-def spend(machine: Machine, name: str) -> float:
-    """Let the VM's process use CPU for a while. The CPU seconds that it has used at least."""
-    stat = Path(f"/proc/{machine.running[name].pid}/schedstat")
-    until(lambda: int(stat.read_text().split()[0]) > 300_000_000)
-    return 0.28  # the counter that is sampled has ticks of 10 ms
-
-
-def test_another_vm_of_the_same_name_is_found_at_once_and_counts_from_zero(machine: Machine) -> None:
+def busy_vm(machine: Machine) -> tuple[Sampler, float]:
+    """Let mvt-1 use CPU for a while. The sampler that has seen it at 1 s and 2 s, and the CPU seconds that it has used
+    at least."""
     machine.add("mvt-1", BURN)
     one = machine.sampler()
     one.sample(1.0)
-    spent = spend(machine, "mvt-1")
+    stat = Path(f"/proc/{machine.running['mvt-1'].pid}/schedstat")
+    until(lambda: int(stat.read_text().split()[0]) > 300_000_000)
     one.sample(2.0)
+    return one, 0.28  # the counter that is sampled has ticks of 10 ms
+
+
+def test_another_vm_of_the_same_name_is_found_at_once_and_counts_from_zero(machine: Machine) -> None:
+    one, spent = busy_vm(machine)
     assert one.usage(60.0).vms["mvt-1"].cpu_s >= spent
     machine.end("mvt-1")
     machine.add("mvt-1")  # before the end of the other one was seen
@@ -229,11 +230,7 @@ def test_another_vm_of_the_same_name_is_found_at_once_and_counts_from_zero(machi
 
 
 def test_a_vm_that_slept_goes_on_counting(machine: Machine) -> None:
-    machine.add("mvt-1", BURN)
-    one = machine.sampler()
-    one.sample(1.0)
-    spent = spend(machine, "mvt-1")
-    one.sample(2.0)
+    one, spent = busy_vm(machine)
     machine.write("mvt-1", VmPhase.ASLEEP, pid=machine.running["mvt-1"].pid)
     machine.end("mvt-1")
     later = 2.0 + 2 * sampling.KNOWN_AFTER_END

@@ -45,11 +45,10 @@ def main() -> None:
         show() if show is not None else _say(error.format_message())
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        interrupts.ignore()
-        sys.exit(INTERRUPTED)
+        status = INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(CLOSED)
-    if status == INTERRUPTED:  # typer makes this of `KeyboardInterrupt`
+    if status == INTERRUPTED:  # typer, too, makes this of `KeyboardInterrupt`
         interrupts.ignore()
     sys.exit(status if isinstance(status, int) else 0)

@@ -218,8 +218,8 @@ class JobUsageRecorder:
         if self._clock.now() < self._look_for_moves:
             return []
         self._look_for_moves = self._clock.now() + MOVES_INTERVAL
-        have_moved = {vm.attempt for vm in self._state.vms.values() if vm.moves and vm.attempt in running}
-        usages = (self._running[number] for number in have_moved if number in self._running)
+        have_moved = {vm.attempt for vm in self._state.vms.values() if vm.moves}
+        usages = (usage for id_, usage in self._running.items() if id_ in have_moved and id_ in running)
         return [usage for usage in usages if not self._places(usage).items() <= {one[:2] for one in usage.baselines}]
 
     def _places(self, usage: JobUsage) -> dict[str, str]:

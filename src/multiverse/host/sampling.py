@@ -342,6 +342,9 @@ class _Vm:
     series: _Series = field(default_factory=_Series)
     earlier_s: float = 0.0  # CPU seconds of its processes before it slept
 
+    def usage(self, last: Reading, usage: Usage | None = None, memory: float = 0.0) -> VmUsage:
+        return VmUsage(self.earlier_s + last.cpu_s, self.series.peak, usage, memory)
+
 
 class Sampler:
     """Samples this host, and the VMs below `vms`, in a thread of its own. Methods other than `run` may be called from
@@ -452,13 +455,14 @@ class Sampler:
         vm = self._vms.pop(name)
         vm.probe.close()
         if vm.series.last is not None:
-            self._ended[name] = now, VmUsage(vm.earlier_s + vm.series.last[1].cpu_s, vm.series.peak)
+            self._ended[name] = now, vm.usage(vm.series.last[1])
         known = manifest.read(self._directory / name)
         if known is not None and known.phase is manifest.VmPhase.ASLEEP:
             self._asleep.add(name)
         self._awaited.add(name)  # perhaps there is another VM of that name already
-        old = [other for other, (at, _) in self._ended.items() if now - at > KNOWN_AFTER_END]
-        old = [other for other in old if other not in self._asleep]
+        old = [
+            other for other, (at, _) in self._ended.items() if now - at > KNOWN_AFTER_END and other not in self._asleep
+        ]
         for other in old or list(self._ended)[: max(0, len(self._ended) - MOST_ENDED)]:
             del self._ended[other]
         self._limit_histories()
@@ -499,5 +503,5 @@ class Sampler:
             for name, vm in self._vms.items():
                 if name.startswith(prefix) and (last := vm.series.last) is not None:
                     found = vm.series.history.usage(now - span, self.interval)
-                    vms[name] = VmUsage(vm.earlier_s + last[1].cpu_s, vm.series.peak, found, last[1].memory)
+                    vms[name] = vm.usage(last[1], found, last[1].memory)
         return HostUsage(host, vms)
