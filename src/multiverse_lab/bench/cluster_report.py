@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from multiverse_lab.bench.clusters import SHORT, RunFigures, figure_over
-from multiverse_lab.bench.paper.figures import Cell, DataTable
+from multiverse_lab.bench.paper.figures import Cell, DataTable, shares_over_time
 from multiverse_lab.bench.paper.page import PaperReport, ReportSection
-from multiverse_lab.bench.svg import BarChart, BarPanel, ChartLine, LineChart, StackedBar
+from multiverse_lab.bench.svg import BarChart, BarPanel, StackedBar
 
 Runs = Mapping[str, Sequence[RunFigures]]
 """The runs of each policy or experiment, one for each seed."""
@@ -48,16 +48,15 @@ def of_policies(runs: Runs, command: str, table: DataTable, values: DataTable) -
 
 def of_utilization(runs: Runs, command: str) -> ReportSection:
     """Utilization over time, of the first seed."""
-    lines, rows = [], list[tuple[Cell, ...]]()
-    for name, found in runs.items():
-        one = found[0]
-        shares = [*one.steps, 0.0]
-        points = tuple((number * one.step, share * 100) for number, share in enumerate(shares))
-        lines.append(ChartLine(name, points, stepped=True))
-        rows += [(name, at + 1, at * one.step, round(share, 4)) for at, share in enumerate(one.steps)]
+    first = {name: found[0] for name, found in runs.items()}
+    rows: list[tuple[Cell, ...]] = [
+        (name, at + 1, at * one.step, round(share, 4))
+        for name, one in first.items()
+        for at, share in enumerate(one.steps)
+    ]
+    chart = shares_over_time("CPUs of running jobs", ((name, one.steps, one.step) for name, one in first.items()))
     return ReportSection(
         "utilization", "CPU utilization over time",
         "CPUs of running jobs by the CPUs that may be claimed, with the first seed.", command,
-        (LineChart("CPUs of running jobs", "seconds from the first submission", "%", tuple(lines)),),
-        (("run", "step", "begins_s", "of_claimable"), tuple(rows)), table=((), ()),
+        (chart,), (("run", "step", "begins_s", "of_claimable"), tuple(rows)), table=((), ()),
     )  # fmt: skip

@@ -170,11 +170,13 @@ def _number(value: float | None, unit: str = "", digits: int = 2) -> str:
     return "–" if value is None else f"{value:,.{digits}f}{unit and f' {unit}'}"
 
 
-def _interval(one: Mapping[str, float] | None, unit: str = "", digits: int = 2) -> str:
-    """A median or an estimate, with its 95 % interval."""
+def _interval(one: Mapping[str, float | None] | None, unit: str = "", digits: int = 2) -> str:
+    """A median or an estimate, with its 95 % interval if that is known."""
     if one is None:
         return "–"
     middle = one["p50"] if "p50" in one else one["value"]
+    if one["low"] is None:
+        return _number(middle, unit, digits)
     return f"{_number(middle, unit, digits)} ({one['low']:,.{digits}f} to {one['high']:,.{digits}f})"
 
 
@@ -454,15 +456,9 @@ def _isolation(found: Mapping[str, Any]) -> str:
 
 def _paper(run: BenchmarkRun) -> Table:
     rows = [
-        (
-            name,
-            one["published"],
-            _number(ours["value"], unit) if ours["low"] is None else _interval(ours, unit),
-            _number(one["in_paper_seconds"], "s", 0),
-        )
+        (name, one["published"], _interval(one["ours"], one["unit"]), _number(one["in_paper_seconds"], "s", 0))
         for name, one in run.result["figures"].items()
-        if (ours := one["ours"]) is not None
-        for unit in (one["unit"],)
+        if one["ours"] is not None
     ]
     return ("figure", "published", "here (95 %)", "here, in the paper's time"), rows
 

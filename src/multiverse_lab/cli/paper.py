@@ -6,9 +6,7 @@ import asyncio
 import itertools
 import json as json_
 import os
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ from multiverse_lab.cli.bench import (
     lab_progress,
 )
 from multiverse_lab.cli.report import commit_here, day, machine_now
-from multiverse_lab.cli.report_files import check_destinations, write_report
+from multiverse_lab.cli.report_files import check_destinations, command_here, say_where, write_report
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.baremetal import baremetal as bare_slurmd
 from multiverse_lab.lab.layout import layout
@@ -144,7 +142,7 @@ class _Run:
             images=self._image.path.parent, settings=_settings(),
         )  # fmt: skip
         about = {
-            "command": shlex.join(["multiverse", *sys.argv[1:]]),
+            "command": command_here(),
             "at": day(time.time()),
             "commit": commit_here(),
             "host": asdict(machine_now()),
@@ -264,4 +262,4 @@ def _print(found: Mapping[str, Any], html: Path | None) -> None:
         in_paper = one["in_paper_seconds"]
         table.add_row(name, one["published"], shown(ours, one["unit"]), _seconds(in_paper))
     console.print(table)
-    console.print(f"The report is in {html}.", markup=False, soft_wrap=True)
+    say_where(html)

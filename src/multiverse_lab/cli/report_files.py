@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from multiverse.cli.render import console
 from multiverse.core.errors import Refused
 from multiverse.system import files
 
@@ -22,6 +25,16 @@ def check_destinations(html: Path | None, csv: Path | None = None) -> None:
         raise Refused(f"nothing can be written in {html.parent}", hint="make that directory, or give another --html")
     if csv is not None and csv.exists() and not csv.is_dir():
         raise Refused(f"{csv} is no directory", hint="give a directory with --csv; it is made if there is none")
+
+
+def command_here() -> str:
+    """The command line of this process."""
+    return shlex.join(["multiverse", *sys.argv[1:]])
+
+
+def say_where(html: Path | None) -> None:
+    if html is not None:
+        console.print(f"The report is in {html}.", markup=False, soft_wrap=True)
 
 
 def write_report(report: PaperReport, html: Path | None, csv: Path | None = None) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +17,7 @@ from multiverse.cli.render import console
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import number_of
 from multiverse_lab.cli.report import commit_here, day
-from multiverse_lab.cli.report_files import check_destinations, write_report
+from multiverse_lab.cli.report_files import check_destinations, command_here, say_where, write_report
 
 if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay other commands
     from multiverse_lab.bench.clusters import ClusterSpec, Jobs, MeanOver, RunFigures
@@ -77,12 +75,7 @@ def cluster(
         render.as_json(_document(spec, runs, every))
     else:
         _print(spec, runs, every)
-        _name(html)
-
-
-def _name(html: Path | None) -> None:
-    if html is not None:
-        console.print(f"The report is in {html}.", markup=False, soft_wrap=True)
+        say_where(html)
 
 
 def _advance(work: progress.Work, ended: Iterator[int], total: int, _: WorkloadTotals) -> None:
@@ -175,15 +168,11 @@ def _rows(runs: Mapping[str, Sequence[RunFigures]]) -> list[tuple[str, ...]]:
 def _facts(spec: ClusterSpec, seeds: range) -> dict[str, str]:
     over = f", {spec.cpus:,} CPUs that may be claimed" if spec.cpu_overcommit > 1 else ""
     return {
-        "command": _command(),
+        "command": command_here(),
         "date": f"{day(time.time())}, commit {commit_here()[:12] or 'unknown'}",
         "seeds": ", ".join(map(str, seeds)),
         "cluster": f"{number_of(spec.hosts, 'host')} of {spec.cores} cores and {spec.memory / 1024:.0f} GiB{over}",
     }
-
-
-def _command() -> str:
-    return shlex.join(["multiverse", *sys.argv[1:]])
 
 
 def _report(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: range) -> PaperReport:
@@ -196,8 +185,8 @@ def _report(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds: 
             numbers.append((policy, name, one.value, *("" if at is None else at for at in (one.low, one.high))))
     values = (("policy", "figure", "value", "low", "high"), tuple(numbers))
     sections = [
-        of_policies(runs, _command(), (("", *runs), tuple(_rows(runs))), values),
-        of_utilization(runs, _command()),
+        of_policies(runs, command_here(), (("", *runs), tuple(_rows(runs))), values),
+        of_utilization(runs, command_here()),
     ]
     facts = {**_facts(spec, seeds), "jobs": ". ".join(_jobs_said(next(iter(runs.values()))[0]))}
     return cluster_report("A workload on a simulated cluster", facts, sections)
@@ -263,7 +252,7 @@ def _paper(seeds: range, html: Path | None, *, json: bool) -> None:
         render.as_json(document)
     else:
         _print_paper(seeds, runs, other, changed)
-        _name(html)
+        say_where(html)
 
 
 def _paper_report(
@@ -282,21 +271,31 @@ def _paper_report(
     readings = ReportSection(
         "readings", "What λ = 10 may mean",
         f"The paper does not say it. Assumed: {paper_cluster.ASSUMED}, with which workload-1 agrees best. Clones of "
-        "workload-1, and when all jobs of workload-2 are done. Half of an interval is after ±.", _command(), (),
+        "workload-1, and when all jobs of workload-2 are done. Half of an interval is after ±.", command_here(), (),
         (("reading", "clone, full, s", "all done, full, s", "all done, instant, s", "full / instant"),
-         tuple((name, *(shown(one, _plain) for one in _reading(each))) for name, each in other.items())),
+         tuple(_reading_rows(other))),
     )  # fmt: skip
     changes = ReportSection(
         "changes", "One change at a time",
         "Workload-2 with instant clones, with one thing at a time as it is here. Half of an interval is after ±.",
-        _command(), (),
-        (heads, tuple((name, *(shown(_mean(found, figure), show) for figure, show in CHANGE_FIGURES.values()))
-                      for name, found in changed.items())),
+        command_here(), (),
+        (heads, tuple(_change_rows(changed))),
     )  # fmt: skip
     named = {f"{one.workload}, {one.kind}": found for one, found in runs.items()}
-    sections = [of_simulation(document, list(seeds)), readings, changes, of_utilization(named, _command())]
+    sections = [of_simulation(document, list(seeds)), readings, changes, of_utilization(named, command_here())]
     facts = _facts(paper_cluster.CLUSTER, seeds)
     return cluster_report("The Multiverse paper on its own cluster, simulated", facts, sections)
+
+
+def _reading_rows(other: Mapping[str, Runs]) -> list[tuple[str, ...]]:
+    return [(name, *(shown(one, _plain) for one in _reading(runs))) for name, runs in other.items()]
+
+
+def _change_rows(changed: Mapping[str, list[RunFigures]]) -> list[tuple[str, ...]]:
+    return [
+        (name, *(shown(_mean(found, figure), show) for figure, show in CHANGE_FIGURES.values()))
+        for name, found in changed.items()
+    ]
 
 
 def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: Mapping[str, list[RunFigures]]) -> None:
@@ -319,13 +318,13 @@ def _print_paper(seeds: range, runs: Runs, other: Mapping[str, Runs], changed: M
     )
     render.say(f"The paper says λ = 10, and not of what. {assumed}. How much hangs on that:", indent=0)
     table = render.table("READING", "CLONE, FULL", "ALL DONE, FULL", "ALL DONE, INSTANT", "RATIO")
-    for name, of_reading in other.items():
-        table.add_row(name, *(shown(one, _plain) for one in _reading(of_reading)))
+    for row in _reading_rows(other):
+        table.add_row(*row)
     render.show(table, "Nothing was simulated.")
     render.say("Workload-2 with instant clones, with one thing at a time as it is here:", indent=0)
     table = render.table("", *CHANGE_FIGURES, fold=tuple(CHANGE_FIGURES))
-    for name, of_change in changed.items():
-        table.add_row(name, *(shown(_mean(of_change, figure), show) for figure, show in CHANGE_FIGURES.values()))
+    for row in _change_rows(changed):
+        table.add_row(*row)
     render.show(table, "Nothing was simulated.")
 
 

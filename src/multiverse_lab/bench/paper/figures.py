@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
@@ -237,13 +237,17 @@ def _machine(runs: PaperRuns) -> LineChart:
 
 
 def _over_time(runs: PaperRuns, title: str, value: Callable[[PaperRunTimes], Sequence[float]]) -> LineChart:
-    lines = []
-    for kind in _kinds(runs, W2):
-        one = _first(runs, W2, kind)
-        shares = [*value(one), 0.0]
-        points = tuple((number * one.step, share * 100) for number, share in enumerate(shares))
-        lines.append(ChartLine(kind, points, stepped=True))
-    return LineChart(title, "seconds from the first submission", "%", tuple(lines))
+    first = {kind: _first(runs, W2, kind) for kind in _kinds(runs, W2)}
+    return shares_over_time(title, ((kind, value(one), one.step) for kind, one in first.items()))
+
+
+def shares_over_time(title: str, lines: Iterable[tuple[str, Sequence[float], float]]) -> LineChart:
+    """A line for each name, with its shares (0 to 1) in steps of so many seconds, and nothing afterwards."""
+    drawn = []
+    for name, shares, step in lines:
+        points = tuple((number * step, share * 100) for number, share in enumerate([*shares, 0.0]))
+        drawn.append(ChartLine(name, points, stepped=True))
+    return LineChart(title, "seconds from the first submission", "%", tuple(drawn))
 
 
 def _utilization_data(runs: PaperRuns) -> DataTable:
