@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 SETUP = Path(__file__).parents[2] / "scripts/setup"
+OLDEST = "3.11.2"
+"""The Python of Debian 12."""
 
 
 def run(tmp_path: Path, *commands: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
@@ -74,3 +79,10 @@ def test_pip_is_heard_only_if_it_fails(tmp_path: Path, status: int) -> None:
     assert done.stdout == "setup: Python environment in .venv\n"
     assert done.stderr == ("" if status == 0 else "WARNING: Location is ignored\nERROR: no such package\n")
     assert (checkout / ".venv/.multiverse-setup").exists() is (status == 0), "a failed one is repeated"
+
+
+def test_each_pinned_version_runs_with_the_python_of_debian_12() -> None:
+    pins = [Requirement(line) for line in (SETUP.parents[1] / "requirements.txt").read_text().splitlines() if line]
+    assert len(pins) > 50
+    needs = {str(pin): metadata(pin.name).get("Requires-Python") or "" for pin in pins}
+    assert not {pin: said for pin, said in needs.items() if OLDEST not in SpecifierSet(said)}
