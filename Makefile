@@ -2,7 +2,7 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: spank help setup demo demo-preempt soak test lint unit beside unit-beside histories isolated on-lab images integration test-slow test-trixie mutants packages packages-check docs docs-site clean
+.PHONY: spank help setup demo demo-preempt soak test lint unit beside unit-beside isolated on-lab images integration test-slow test-trixie mutants packages packages-check docs docs-site clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
@@ -10,7 +10,7 @@ help:
 	@echo "make soak       jobs of all kinds for two hours while every component is killed: MINUTES=120, SEED=1 (root)"
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make spank      Slurm's plugin for VMs inside jobs, into var/spank"
-	@echo "make unit, make histories, make integration: parts of it"
+	@echo "make unit, make integration: parts of it"
 	@echo "make test-slow  the slow tests by groups, test-trixie and mutants: many hours; scripts/slow GROUP... runs some of them"
 	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
 	@echo "make mutants    mutation tests of the core: do the unit tests notice changed decisions? an hour or more"
@@ -33,11 +33,12 @@ soak: setup
 
 # The tests on the lab mostly wait for guests. The others run beside them, one after the other: if they took both of make's
 # slots, the tests on the lab would begin only after the first of them.
-test: lint spank
+test: setup
+	@$(MAKE) --no-print-directory -j2 lint images
 	@$(MAKE) --no-print-directory -j2 on-lab beside
 
 beside:
-	@MAKEFLAGS= $(MAKE) --no-print-directory --keep-going unit-beside histories isolated
+	@MAKEFLAGS= $(MAKE) --no-print-directory --keep-going unit-beside isolated
 
 # Runs the command $(2) and prints its output if it fails, else the last line.
 define quietly
@@ -52,17 +53,13 @@ lint: setup
 	mypy
 	lint-imports --no-logo
 
-UNIT := pytest -n auto tests/unit tests/contract tests/simulation -m "not integration and not slow and not histories"
+UNIT := pytest -n auto tests/unit tests/contract tests/simulation -m "not integration and not slow"
 
 unit: setup
 	$(UNIT)
 
 unit-beside: setup
 	$(call quietly,unit,nice -n 19 $(UNIT))
-
-histories: setup
-	@echo "histories: 250 of them are simulated"
-	$(call quietly,histories,nice -n 19 pytest tests/simulation -m histories)
 
 spank: setup
 	@$(MAKE) --no-print-directory -C spank
@@ -72,8 +69,8 @@ images: setup
 
 INTEGRATION := pytest tests/contract tests/integration -m "integration and not slow"
 # These run beside the others, in a process of their own, and so in other labs. The two take about the same time, and mostly wait. First
-# come those that make labs of their own, a simulated site, simulated drivers, a site in namespaces or an emulated machine.
-ISOLATED := $(addprefix tests/integration/,$(addsuffix .py,test_web_page test_site test_virtual_functions test_hosts test_live_moves \
+# come those that make labs of their own, a simulated site, simulated drivers, or a site in namespaces.
+ISOLATED := $(addprefix tests/integration/,$(addsuffix .py,test_web_page test_site test_hosts test_live_moves \
 	test_leases test_overflow test_strangers test_job_access test_job_ends test_job_row test_job_vms_mpi test_job_vms_nodes \
 	test_job_vms_scenarios test_save_command test_saved_trouble test_sleeping_jobs test_docs_site))
 

@@ -103,6 +103,10 @@ class Harness(ABC):
     async def reserve(self) -> None:
         """Reserve all nodes for maintenance, from now on, for ten minutes, as `maintenance`."""
 
+    async def include_in_reservations(self, node: str) -> None:  # noqa: B027 - the simulated one includes it at once
+        """Let a reservation of all nodes include this one, which has joined later: slurmctld looks at its reservations
+        again when some node is changed or goes down, and not when one joins."""
+
     @abstractmethod
     async def open_again(self) -> None:
         """End that reservation, as an operator."""

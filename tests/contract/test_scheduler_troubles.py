@@ -330,6 +330,7 @@ async def a_reservation_of_all_nodes_is_shown_and_keeps_jobs_and_nodes(h: Harnes
     try:
         job = await h.job(await h.submit())
         name, feature = await h.node(job)
+        await h.include_in_reservations(name)
         view = await h.view(lambda view: view.nodes[name].reserved)
         assert [one.name for one in view.reservations] == ["maintenance"]
         kept = view.reservations[0]

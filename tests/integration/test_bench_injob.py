@@ -60,6 +60,7 @@ def test_two_vms_of_a_job_pass_data_by_memory_and_by_their_bridge(bench: LabSess
         assert one.microseconds > 0 and one.mib_per_second > 0
 
 
+@pytest.mark.timeout(1800)  # sixteen jobs with VMs, one after the other
 @pytest.mark.parametrize("application", applications.UNITS)
 def test_an_application_runs_in_each_scenario_and_in_a_guest_as_large_as_the_node(
     bench: LabSession, application: str

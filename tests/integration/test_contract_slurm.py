@@ -130,6 +130,9 @@ class RealSlurm(Harness):
         options = ("nodes=ALL", "users=root", "flags=maint,ignore_jobs", "starttime=now", "duration=10")
         await self._run("scontrol", "create", "reservation", "reservationname=maintenance", *options)
 
+    async def include_in_reservations(self, node: str) -> None:
+        await self._run("scontrol", "update", f"nodename={node}", "comment=seen")
+
     async def open_again(self) -> None:
         await self._run("scontrol", "delete", "reservationname=maintenance")
 

@@ -64,7 +64,7 @@ MIDWAY = [*ON_THE_HOST, "scontrol:update", "scontrol:delete"]
 @pytest.mark.parametrize(
     "points",
     [
-        pytest.param([f"after {state} controller" for state in ON_ITS_WAY], id="after-each-commit"),
+        pytest.param([f"after {state} controller" for state in ON_ITS_WAY], id="after-each-commit", marks=slow),
         pytest.param([f"before {state} controller" for state in ON_ITS_WAY], id="before-each-commit", marks=slow),
         pytest.param([f"after {point} controller" for point in MIDWAY], id="in-each-effect", marks=slow),
         pytest.param([f"before {point} controller" for point in MIDWAY], id="before-each-effect", marks=slow),

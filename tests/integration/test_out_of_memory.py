@@ -143,7 +143,7 @@ def test_only_the_array_task_that_runs_out_of_memory_fails(place: Place) -> None
     assert accounted(place.lab, f"{job}_2", 120.0) == KILLED
 
 
-@pytest.mark.parametrize("memory", [TIGHT, 1000])
+@pytest.mark.parametrize("memory", [TIGHT, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_job_may_use_what_it_asked_for(place: Place, memory: int) -> None:
     """Python itself and the script have the rest."""
     job, said = place.run(f"exec python3 -IS -c 'print(len(b\"x\" * ({memory - 20} << 20)))'", f"--mem={memory}")

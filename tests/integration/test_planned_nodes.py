@@ -13,7 +13,7 @@ from tests.integration.backfill_cycles import backfill_each_second, cycles, slur
 from tests.integration.test_contract_slurm import RealSlurm
 from tests.integration.watch import release
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("no_controller")]
 
 
 async def met(what: str, ask: Any) -> None:

@@ -171,6 +171,7 @@ def test_a_saved_job_that_is_cancelled_leaves_nothing(lab: LabUnderTest, client:
     nothing_left(lab, client)
 
 
+@pytest.mark.slow
 def test_a_job_is_saved_at_its_time_limit_and_others_wait_for_its_end(lab: LabUnderTest, client: Client) -> None:
     counts = "for i in $(seq 36); do echo count $i; sleep 1; done; exit 5"
     job = lab.sbatch(counts, "--comment=vm:save=30s", "--time=1", "--output=limit-%j.txt")

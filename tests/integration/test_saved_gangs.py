@@ -22,7 +22,8 @@ STEP = "bash -c 'echo {0} begins on $(hostname); until [ -e {0} ]; do sleep 0.2;
 """A step says where it begins, and ends with a code once there is a file of its name."""
 
 
-@pytest.mark.parametrize("saves", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [1, 2])
 def test_steps_across_vms_end_with_their_own_exit_codes(saver: Saver, saves: int) -> None:
     """An old step runs in both VMs while they are saved, and a new one of its number beside it."""
     job = saver.run(

@@ -99,6 +99,7 @@ def held_by_damage(lab: LabUnderTest, client: Client, job: str) -> str:
     return reason()
 
 
+@pytest.mark.slow
 def test_a_job_whose_state_is_damaged_is_held_until_that_is_mended(lab: LabUnderTest, client: Client) -> None:
     job, output = saved(lab, client)
     (state,) = (lab.where.root / "saved").glob("*/state.zst")

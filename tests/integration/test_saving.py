@@ -83,7 +83,8 @@ def test_a_saved_job_goes_on_with_its_files_and_keeps_its_exit_code(saver: Saver
     assert [row["State"] for row in saver.records(job) if row["JobID"] == job.id] == ["REQUEUED"] * saves + ["FAILED"]
 
 
-@pytest.mark.parametrize("before", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [0, 1])
 def test_steps_that_ran_during_the_save_end_with_their_own_exit_codes(saver: Saver, before: int) -> None:
     """The old step was begun in a run that was resumed `before` times. A new step begins with its number, while it
     still runs. Each has its own end."""

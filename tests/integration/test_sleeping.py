@@ -90,7 +90,8 @@ def files_of(saver: Saver) -> list[str]:
     return [path.name for path in saver.settings.save.directory.iterdir() if not path.name.startswith(".storage")]
 
 
-@pytest.mark.parametrize("longer", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("longer", [False, True])
 def test_slurm_does_not_notice_a_sleep_also_of_longer_than_its_timeout(saver: Saver, *, longer: bool) -> None:
     job = run(saver)
     suspend(saver, job)

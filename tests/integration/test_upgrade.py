@@ -68,10 +68,11 @@ def test_a_job_goes_on_in_its_vm_through_an_upgrade_and_the_way_back(
 EARLIER, LATER = NEIGHBOURS
 
 
-@pytest.mark.parametrize("first", ["agent", pytest.param("controller", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["agent", "controller"])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(EARLIER, THIS), pytest.param(THIS, LATER, marks=pytest.mark.slow)],
+    [(EARLIER, THIS), (THIS, LATER)],
     ids=["to this", "from this"],
 )
 def test_controller_and_agent_are_upgraded_in_either_order_under_a_job(

@@ -22,7 +22,11 @@ from tests.integration.bare_node import BUILT
 from tests.integration.functions_in_guest import OWNER
 from tests.integration.images import CACHE, slim
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="it shares files of root")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="it shares files of root"),
+]
 
 DENIED = "Permission denied"
 
@@ -118,7 +122,6 @@ def shared() -> Iterator[Path]:
         yield top
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_vm_in_a_vm_uses_a_function_that_its_job_asked_for(shared: Path, tmp_path: Path) -> None:
     """The agent's own service, its clone and the guest agent, in a guest with an IOMMU: emulation within emulation. The
