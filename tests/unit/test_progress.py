@@ -76,6 +76,16 @@ def test_what_an_earlier_time_took_tells_what_remains_until_it_is_over() -> None
     assert one.line() == "image slim: installing packages (61 s)", "an estimate that was wrong is no estimate"
 
 
+def test_lines_come_more_seldom_the_longer_the_work_takes() -> None:
+    one, clock = work(7200.0)
+    told = []
+    for second in range(0, 7200, 5):
+        clock.now = float(second)
+        if one.tells():
+            told.append(second)
+    assert told[:10] == list(range(0, 50, 5)) and told[-1] - told[-2] == 60 and len(told) < 150
+
+
 def test_without_a_terminal_lines_come_by_themselves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

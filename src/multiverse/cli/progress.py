@@ -1,4 +1,4 @@
-"""How far a long command is: a line in place on a terminal, and elsewhere a line every few seconds on standard error.
+"""How far a long command is: a line in place on a terminal, and elsewhere lines on standard error.
 
 `working` is around the whole of a long command. What is inside tells the present `Work` what is done now, and how much
 of how much is done: from that follows how long the rest will take.
@@ -15,7 +15,8 @@ from rich.text import Text
 from multiverse.cli.render import console, duration, errors
 from multiverse.system.interrupts import called_every
 
-EVERY = 5.0  # seconds between two lines where there is no terminal
+EVERY, SELDOM = 5.0, 60.0
+"""Seconds between two lines where there is no terminal: at first, and in work of hours."""
 
 
 class Work:
@@ -25,7 +26,7 @@ class Work:
         """`expected` is how long all of it took an earlier time, if that is known."""
         self.what, self._expected, self._clock = what, expected, clock
         self._began = self._counted_since = clock()
-        self._detail = ""
+        self._detail, self._told = "", 0.0
         self._counted: tuple[int, int, float, int] | None = None  # done, of, since when, and what was done then
 
     def say(self, detail: str) -> None:
@@ -58,6 +59,13 @@ class Work:
             return self._expected - self.took
         return None
 
+    def tells(self) -> bool:
+        """Whether another line is due: the longer the work takes, the more seldom it is."""
+        if self.took - self._told < min(SELDOM, self.took / 10):
+            return False
+        self._told = self.took
+        return True
+
     def line(self) -> str:
         counted = f"{self._counted[0]} of {self._counted[1]}" if self._counted else ""
         parts = [self.what, ", ".join(filter(None, (counted, self._detail)))]
@@ -84,10 +92,13 @@ def present() -> Work:
 def working(what: str, expected: float | None = None) -> Iterator[Work]:
     """Show how far the work in this block is."""
     work = Work(what, expected)
+
+    def tell() -> None:
+        if work.tells():
+            errors.print(f"  {work.line()}", markup=False)
+
     shown: AbstractContextManager[object] = (
-        console.status(work, spinner="dots")
-        if console.is_terminal
-        else called_every(EVERY, lambda: errors.print(f"  {work.line()}", markup=False), "progress")
+        console.status(work, spinner="dots") if console.is_terminal else called_every(EVERY, tell, "progress")
     )
     _present.append(work)
     try:

@@ -68,6 +68,7 @@ def _progress(silent: bool) -> run.Progress:
     began = time.monotonic()
 
     def say(line: str) -> None:
+        progress.present().say(line)
         if not silent:
             minutes, seconds = divmod(int(time.monotonic() - began), 60)
             console.print(f"{minutes:>4}:{seconds:02d}  {line}", markup=False, soft_wrap=True)
