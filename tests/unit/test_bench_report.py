@@ -222,6 +222,13 @@ def test_a_benchmark_is_run_and_kept_with_its_machine_and_commit(
     assert one["words"] == ["latency", "--jobs", "3"] and one["machine"]["cpus"] >= 1 and one["machine"]["memory"] > 0
 
 
+def test_an_unknown_benchmark_is_refused_before_any_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it has begun"))
+    for unknown in ("nosuch", ""):
+        done = CliRunner().invoke(build(), ["bench", "all", "--run", "burst 3", "--run", unknown])
+        assert "names no benchmark" in str(done.exception)
+
+
 def test_a_page_that_is_edited_while_benchmarks_run_keeps_its_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

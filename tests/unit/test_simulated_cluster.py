@@ -79,6 +79,9 @@ def test_words_choose_a_policy() -> None:
     assert chosen == PolicyChoice(CloneKind.FULL, "pack", backfill=False, spares=Depth.PARKED)
     with pytest.raises(Refused, match="faster"):
         policy_named("full+faster")
+    assert policy_named("full+full") == policy_named("full")
+    with pytest.raises(Refused, match="both full and instant"):
+        policy_named("full+pack+instant")
 
 
 # --- jobs --------------------------------------------------------------------------------------------
@@ -222,6 +225,7 @@ def test_policies_side_by_side(tmp_path: Path) -> None:
     words = ("--cluster", str(path), "--generate", "poisson", "--jobs", "4", "--compare", "full")
     found = json.loads(call(*words, "--json"))
     assert list(found["policies"]) == ["instant", "full"]
+    assert found["command"] and found["date"]
     clone = {name: one["figures"]["clone, mean"]["value"] for name, one in found["policies"].items()}
     assert clone["instant"] < clone["full"]
     text = call(*words)
@@ -234,6 +238,8 @@ def test_a_command_without_jobs_is_refused(tmp_path: Path) -> None:
         call("--cluster", str(tmp_path / "c.toml"))
     with pytest.raises(Refused, match="generates"):
         call("--cluster", str(tmp_path / "c.toml"), "--generate", "nothing")
+    with pytest.raises(Refused, match="ten years"):
+        call("--cluster", str(tmp_path / "c.toml"), "--generate", "poisson", "--rate", "1e-9")
 
 
 def test_two_workloads_are_refused(tmp_path: Path) -> None:

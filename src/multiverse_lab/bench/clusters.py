@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -138,22 +138,27 @@ class PolicyChoice:
     spare: Size = Size(1, 1024)  # of joined ones
 
 
+_WORDS: Mapping[str, tuple[str, Any]] = {
+    **{kind.value: ("kind", kind) for kind in CloneKind},
+    **{depth.value: ("spares", depth) for depth in Depth},
+    "backfill": ("backfill", True),
+    "no-backfill": ("backfill", False),
+    **{placement.value: ("placement", placement.value) for placement in Placement},
+}
+"""What each word of a policy sets."""
+
+
 def policy_named(words: str) -> PolicyChoice:
-    """A policy from words with `+` between them: full+no-backfill. Raises `Refused` if one means nothing."""
-    chosen = PolicyChoice()
+    """A policy from words with `+` between them: full+no-backfill. Raises `Refused` if a word means nothing, or if two
+    contradict each other."""
+    said: dict[str, str] = {}
     for word in words.split("+"):
-        if word in list(CloneKind):
-            chosen = replace(chosen, kind=CloneKind(word))
-        elif word in list(Placement):
-            chosen = replace(chosen, placement=word)
-        elif word in list(Depth):
-            chosen = replace(chosen, spares=Depth(word))
-        elif word in ("backfill", "no-backfill"):
-            chosen = replace(chosen, backfill=word == "backfill")
-        else:
-            known = [*CloneKind, *Depth, "backfill", "no-backfill", *Placement]
-            raise Refused(f"there is no policy {word!r}", hint=f"choose among {', '.join(map(str, known))}")
-    return chosen
+        if word not in _WORDS:
+            raise Refused(f"there is no policy {word!r}", hint=f"choose among {', '.join(_WORDS)}")
+        before = said.setdefault(_WORDS[word][0], word)
+        if before != word:
+            raise Refused(f"the policy {words!r} says both {before} and {word}", hint="leave one of them out")
+    return replace(PolicyChoice(), **{field: _WORDS[word][1] for field, word in said.items()})
 
 
 def settings_of(spec: ClusterSpec, policy: PolicyChoice) -> Settings:

@@ -56,12 +56,17 @@ def all_benchmarks(
     all text outside of the regions of these benchmarks. Which figures changed beyond their intervals since the run that
     the page has is said, if that was on a machine alike. Without --write the regions are printed.
     """
+    from multiverse_lab.cli import benchmarks  # which has this command
+
     commit = commit_here()  # before the page itself is a change that is not committed
     before = _read(write) if write is not None else ""
     runs = [_file(path) for path in given or ()]
-    for words in [shlex.split(one) for one in run or (() if given else ALL)]:
-        if not words:
-            raise Refused("--run names no benchmark", hint="multiverse bench --help lists them")
+    asked = [shlex.split(one) for one in run or (() if given else ALL)]
+    known = {command.name for command in benchmarks.app.registered_commands}
+    for name in [words[0] if words else "" for words in asked]:
+        if name not in known:
+            raise Refused(f"--run names no benchmark: {name!r}", hint="multiverse bench --help lists them")
+    for words in asked:
         runs.append(_run(words, commit, directory, images))
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)

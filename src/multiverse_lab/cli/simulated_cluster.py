@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # the simulator is an extra, and its imports must not delay o
     from multiverse_lab.simulation.workload import WorkloadTotals
 
 GENERATED = "poisson, bursts, days, heavy or lublin"
+LONGEST = 10 * 365 * 24 * 60.0
+"""Minutes of jobs that are drawn. The controller looks around every few seconds, also in virtual time."""
 
 
 Described = Annotated[str, typer.Option(help="A TOML file that describes it, or paper: that of the Multiverse paper.")]
@@ -94,6 +96,8 @@ def _jobs(spec: ClusterSpec, trace: Path | None, generate: str, count: int, rate
         return lambda _: workloads.arrivals(found, spec.cores, spec.memory_per_cpu), len(found)
     if generate not in workloads.GENERATORS:
         raise Refused(f"nothing generates {generate!r}", hint=f"choose {GENERATED}")
+    if rate and count / rate > LONGEST:
+        raise Refused(f"{number_of(count, 'job')} at {rate:g} a minute take more than ten years", hint="raise --rate")
     make = workloads.GENERATORS[generate]
 
     def draw(seed: int) -> workloads.DrawnJobs:
@@ -215,6 +219,9 @@ def _document(spec: ClusterSpec, runs: Mapping[str, Sequence[RunFigures]], seeds
     from multiverse_lab.bench.clusters import figure_over
 
     return {
+        "command": command_here(),
+        "date": day(time.time()),
+        "commit": commit_here(),
         "cluster": asdict(spec),
         "seeds": list(seeds),
         "policies": {
