@@ -275,7 +275,7 @@ def test_promises_are_kept_when_effects_on_jobs_wait_for_each_other(
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
 def test_promises_are_kept_with_faults_in_many_more_seeds() -> None:
-    check_seeds(range(SEEDS, 20 * SEEDS))
+    check_seeds(range(SEEDS, 4 * SEEDS))
 
 
 # --- outcomes of single jobs -----------------------------------------------------------------------
