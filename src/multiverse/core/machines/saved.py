@@ -529,8 +529,8 @@ def _step_discarding(state: State, saved: Saved, world: World) -> None:
     absent = showing and all(one.began > since and one.value.saved.keys().isdisjoint(saved.names) for one in showing)
     gone = absent and (saved.kept or saved.checkpoint or not vms_of_saved(state, saved))
     if gone or (saved.kept and state.is_fenced(saved.kept)):
-        claims = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
-        state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason), free=claims)
+        claim = ClaimKey(saved.key, saved.kept)  # it has one if it was kept in memory
+        state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason), free=[claim])
 
 
 def _shows(saved: Saved, host: Host) -> bool:
