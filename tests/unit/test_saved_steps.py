@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -105,6 +106,7 @@ def world(
 def step(one: Saved, seen: World, *others: Row, policy: Policy = POLICY, claims: Iterable[Claim] = ()) -> State:
     """One step of a saved job."""
     here = state(one, *others, now=NOW, claims=claims)
+    here.free.hosts.update(seen.hosts)
     step_state(here, one.id, seen, policy)
     return here
 
@@ -128,27 +130,25 @@ def after(here: State) -> Saved:
 @pytest.mark.parametrize(
     ("change", "event", "values"),
     [
-        (undo_unexplained(row(S.PREPARING)), Event.FOUND, {"state": S.UNDOING, "froze": True, "reason": ASKED}),
-        (resume_saved(row(S.STORED), ASKED, anew=False), Event.RESUMED, {"state": S.RESUMING, "ends": False}),
-        (resume_saved(row(S.STORED), ASKED, anew=True), Event.RESUMED, {"state": S.RESUMING, "ends": True}),
-        (note_spread(row(S.FREEZING), 0.5), Event.NOTED, {"spread": 0.5}),
-        (count_failure(row(S.WRITING, tries=1), ASKED), Event.NOTED, {"tries": 2, "reason": ASKED}),
-        (hold_saved(row(S.STORED), ASKED), Event.HELD_BACK, {"state": S.HOLDING, "hold": True, "reason": ASKED}),
+        (undo_unexplained, Event.FOUND, {"state": S.UNDOING, "froze": True, "reason": ASKED}),
+        (partial(resume_saved, why=WHY, anew=False), Event.RESUMED, {"state": S.RESUMING, "ends": False}),
+        (partial(resume_saved, why=WHY, anew=True), Event.RESUMED, {"state": S.RESUMING, "ends": True}),
+        (partial(note_spread, seconds=0.5), Event.NOTED, {"state": S.STORED, "spread": 0.5}),
+        (partial(count_failure, why=WHY), Event.NOTED, {"state": S.STORED, "tries": 1, "reason": WHY}),
+        (partial(hold_saved, why=WHY), Event.HELD_BACK, {"state": S.HOLDING, "hold": True, "reason": WHY}),
         (
-            hold_saved(row(S.STORED), ASKED, ends=True),
+            partial(hold_saved, why=WHY, ends=True),
             Event.HELD_BACK,
-            {"state": S.HOLDING, "hold": True, "ends": True, "reason": ASKED},
+            {"state": S.HOLDING, "hold": True, "ends": True, "reason": WHY},
         ),
     ],
 )
-def test_a_change_keeps_what_was_asked_and_the_journal_says_why(
-    change: Change, event: Event, values: dict[str, object]
+def test_a_change_tells_the_row_and_the_journal_why(
+    change: Callable[[Saved], Change], event: Event, values: dict[str, Any]
 ) -> None:
-    before = row(S.STORED)
-    assert {name: getattr(change.row, name) for name in values} == values
-    assert change.event is event
-    assert change.reason == (None if "spread" in values else ASKED)
-    assert isinstance(change.row, Saved) and change.row.ends is values.get("ends", before.ends)
+    made = change(row(S.STORED))
+    assert made.row == replace(row(S.STORED), **values)
+    assert (made.event, made.reason) == (event, {Event.FOUND: ASKED}.get(event, None if "spread" in values else WHY))
 
 
 def test_what_is_counted_as_a_failure_tells_the_cause_and_how_often() -> None:
@@ -295,7 +295,10 @@ def test_what_ends_a_save_before_its_state_is_complete(
 
 @pytest.mark.parametrize("before", [S.PREPARING, S.CUTTING, S.WRITING])
 def test_a_reading_from_before_a_step_ends_no_save(before: SavedState) -> None:
-    assert told(step(row(before, again=NEXT), world(None, began=SINCE, vms=[shown()]), VM)) == []
+    one = row(before, again=NEXT)
+    assert told(step(one, world(None, began=SINCE, vms=[shown()]), VM)) == []
+    ((_, _, why),) = told(step(one, world(None, began=SINCE, read={"7": READ}, vms=[shown()]), VM))
+    assert why == Why.SAVED_JOB_OVER(job="7"), "it was looked for since then"
 
 
 @pytest.mark.parametrize(
@@ -487,8 +490,8 @@ def test_a_job_that_cannot_go_on_is_held_and_told_why(ends: bool, seen: World, c
     one = row(S.HOLDING, again=NEXT, hold=True, ends=ends, reason=ASKED)
     waiting, started = attempt(A.QUEUED, id=1, restarts=1), attempt(A.ALLOCATED, id=2)
     here = step(one, seen, waiting, started)
-    assert told(here)[:1] == ([] if change is None else [change])
     note = ASKED if ends and change else None
+    assert told(here) == [*filter(None, [change]), *([(Event.NOTED, A.QUEUED, ASKED)] if note else [])]
     assert (here.attempts[1].note, here.attempts[2].note) == (note, None), "it reads that after the state is gone, too"
 
 
@@ -553,6 +556,61 @@ def test_what_is_in_the_memory_of_a_host_is_lost_with_that() -> None:
 def test_what_is_in_the_memory_of_a_host_claims_its_room_if_no_vm_does() -> None:
     here = step(row(S.STORED, **IN_MEMORY), world(PENDING, files=[KEPT]))
     assert told(here) == [(Event.NOTED, S.STORED, None)] and list(here.claims.values()) == [MINE]
+
+
+# --- copies -----------------------------------------------------------------------------------------
+
+TWO_STORAGES = replace(HOST, copies=Storage("copies", "qemu"))
+
+
+@pytest.mark.parametrize(
+    ("tries", "pause"),
+    [(0, 0.0), (1, 60.0), (2, 120.0), (3, 240.0), (6, 1920.0), (7, 3600.0), (11, 3600.0), (MOST_COPY_TRIES, inf)],
+)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_copy_is_tried_again_after_a_pause_and_not_for_ever(tries: int, pause: float, checkpoint: bool) -> None:
+    waited = min(pause, 1e6)
+    early = row(S.STORED, again=NEXT, copy_tries=tries, since=NOW - waited + 0.5, checkpoint=checkpoint)
+    due = replace(early, since=NOW - waited)
+    seen = world(PENDING, began=NOW, hosts=[TWO_STORAGES])
+    assert told(step(early, seen)) == []
+    assert told(step(due, seen)) == ([(Event.COPY_DUE, S.COPYING, None)] if pause < inf else [])
+    assert saved_is_settled(step(due, seen), due, seen) is (pause == inf)
+
+
+@pytest.mark.parametrize(
+    ("more", "host"), [({"copy": "copies"}, TWO_STORAGES), ({}, HOST), ({}, replace(HOST, copies=HOST.storage))]
+)
+def test_what_is_copied_or_reaches_no_other_storage_is_not_copied(more: dict[str, Any], host: Host) -> None:
+    assert told(step(row(S.STORED, again=NEXT, **more), world(PENDING, hosts=[host]))) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "files", "copy"),
+    [
+        ({}, [file(copy="copies")], "copies"),
+        ({}, [file(storage="copies")], "copies"),
+        ({}, [file(storage="b", copy="a")], "a"),
+        ({}, [WHOLE], ""),
+        ({}, [], ""),
+        ({}, [file(copy="copies", token="of another VM")], ""),
+        (GANG, [file(copy="copies"), file("mvtest0-2-1", copy="copies")], "copies"),
+        (GANG, [file(copy="copies"), file("mvtest0-2-1", copy="another")], ""),
+        (GANG, [file(copy="copies")], ""),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_copy_is_complete_once_one_storage_has_all_files(
+    more: dict[str, Any], files: list[SavedSeen], copy: str, checkpoint: bool
+) -> None:
+    one = row(S.COPYING, again=NEXT, copy_reason=WHY, checkpoint=checkpoint, **more)
+    here = step(one, world(PENDING, files=files, hosts=[TWO_STORAGES]))
+    assert told(here) == ([(Event.COPIED, S.STORED, None)] if copy else [])
+    if copy:
+        begun = step(one, world(job(NEXT), files=files), *BOTH, of_next())
+        assert told(begun) == told(here), "what else is due waits for the next pass"
+        assert (after(here).copy, after(here).copy_reason) == (copy, None)
+    assert told(step(replace(one, state=S.STORED), world(PENDING, files=files))) == [], "none is being made"
 
 
 # --- the next run -----------------------------------------------------------------------------------
@@ -657,13 +715,15 @@ def test_a_save_is_undone_once_all_its_vms_serve_as_before(
     assert told(here) == ([(Event.THAWED, S.GONE, WHY)] if gone else [])
 
 
-def test_a_vm_of_which_the_scheduler_was_read_before_its_processes_went_on_may_not_serve_yet() -> None:
-    seen = world(job(), nodes=BUSY, vms=[shown()], ended=READ - 1.0)
+@pytest.mark.parametrize(("host", "node", "gone"), [(1.0, 1.0, True), (0.0, 1.0, False), (1.0, 0.0, False)])
+def test_both_its_host_and_its_node_are_read_after_its_processes_were_told_to_go_on(
+    host: float, node: float, gone: bool
+) -> None:
+    seen = world(job(), nodes=BUSY, vms=[shown()], ended=READ, began=READ + host)
     assert seen.scheduler is not None
-    scheduler = replace(seen.scheduler.value, nodes_began={"mvtest0-1": READ})
-    for view, gone in ((seen.scheduler.value, False), (scheduler, True)):
-        here = step(row(S.UNDOING), replace(seen, scheduler=replace(seen.scheduler, value=view, began=SINCE)), VM)
-        assert bool(told(here)) is gone
+    scheduler = replace(seen.scheduler.value, nodes_began={"mvtest0-1": READ + node})
+    here = step(row(S.UNDOING), replace(seen, scheduler=replace(seen.scheduler, value=scheduler, began=SINCE)), VM)
+    assert bool(told(here)) is gone
 
 
 NOT_SAVED = Why.NOT_SAVED(Why.HOST_DRAINED(host="h1"))
