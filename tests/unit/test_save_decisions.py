@@ -87,6 +87,7 @@ def context(*rows: Row, seen: World | None = None, policy: Policy = POLICY, clai
 
 def refusal(context: Context) -> str:
     ((_, error),) = context.state.refusals
+    assert error.hint, "the next step"
     return str(error)
 
 
@@ -205,6 +206,15 @@ def test_a_job_that_cannot_be_saved_is_refused_with_the_reason(rows: list[Row], 
     assert why in refusal(found) and found.state.saved == before and not found.state.moves
 
 
+def test_the_states_of_its_user_count_for_a_job_that_is_to_be_saved() -> None:
+    theirs = row(S.STORED, id=1, uid=1001, job=JobRef("8", 500), bytes=900 * MIB)
+    mine = row(S.STORED, id=2, job=JobRef("9", 500), bytes=50 * MIB)
+    for quota, refused in ((316, False), (315, True)):
+        found = context(running(), SERVING, theirs, mine, policy=replace(POLICY, save_user_quota=quota * MIB))
+        follow_command(found, Command("save", job="7"))
+        assert bool(found.state.refusals) is refused
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -317,6 +327,10 @@ CAPACITY = Why.CAPACITY()
             Why.SAVED_SINCE(Why.HOST_DRAINED(host="h1"), CAPACITY, at=AT, size=1, storage="shared"),
         ),
         (
+            {"asked": Why.HOST_DRAINED(host="h1"), "kept": "h1"},
+            Why.SAVED_SINCE(Why.HOST_DRAINED(host="h1"), CAPACITY, at=AT, host="h1"),
+        ),
+        (
             {"asked": Why.PREEMPTED(job="12", by="high")},
             Why.SAVED_SINCE(CAPACITY, at=AT, size=1, storage="shared", job="12", by="high"),
         ),
@@ -398,11 +412,15 @@ def test_a_job_that_no_row_explains_goes_on(
         made = found.state.saved[100]
         assert now is not None and (made.vm, made.vm_name, made.job) == (1, "mvtest0-1", now.ref)
         assert (made.storage, made.machine, made.asked) == ("", "", why), "nothing of it is written"
-    nothing = replace(found, world=replace(found.world, scheduler=None))
-    nothing.state.moves.clear()
-    nothing.state.compared.frozen = {SOURCE: ("mvtest0-1",)}
-    let_frozen_jobs_go_on(nothing)
-    assert not nothing.state.moves, "while the scheduler is unknown"
+
+
+def test_no_stopped_job_is_found_by_the_name_of_a_stranger_or_while_the_scheduler_is_unknown() -> None:
+    known = world(job(**ON_IT), vms=[shown(frozen=True)])
+    for seen, name in ((known, "mvtest0-2"), (replace(known, scheduler=None), "mvtest0-1")):
+        found = context(running(), SERVING, seen=seen)
+        found.state.compared.frozen = {SOURCE: (name,)}
+        let_frozen_jobs_go_on(found)
+        assert not found.state.moves
 
 
 @pytest.mark.parametrize(
@@ -675,7 +693,8 @@ def test_a_checkpoint_that_is_refused_is_told_and_tried_when_the_next_is_due_and
     jobs = {"6": job(JobRef("6", 500), batch=False), "7": job()}
     seen = replace(seen, scheduler=replace(seen.scheduler, value=replace(seen.scheduler.value, jobs=jobs)))
     for order in ((first, second, third), (replace(third, id=2), first, second)):
-        found = context(*order, replace(SERVING, attempt=4), seen=seen)
+        early = running(checkpoint=EVERY, id=1, job="4", since=NOW)
+        found = context(early, *order, replace(SERVING, attempt=4), seen=seen)
         capture_due(found)
         why = Why.NO_CHECKPOINT(said(NO_BATCH))
         assert [event for event, _, _ in told(found.state)] == [Event.NOTED, Event.CHECKPOINT_DUE, Event.NOTED]
