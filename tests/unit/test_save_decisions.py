@@ -398,6 +398,7 @@ ON_IT: dict[str, Any] = {"nodes": ("mvtest0-1",)}
         ),
         ([running(restarts=1), replace(SERVING, saved="mvtest0-1-9")], job(NEXT, **ON_IT), {"frozen": True}, True),
         ([running()], job(**ON_IT), {"frozen": True}, False),
+        ([running(), SERVING], job(**ON_IT), {"frozen": True, "token": "of another VM"}, False),
     ],
 )
 def test_a_job_that_no_row_explains_goes_on(
@@ -507,13 +508,10 @@ def test_a_job_that_is_not_saved_at_its_limit_is_told_so_once_and_the_others_are
         assert seen.scheduler is not None
         jobs = {"6": until(60.0, ref=ref, batch=False), "7": until(60.0)}
         seen = replace(seen, scheduler=replace(seen.scheduler, value=replace(seen.scheduler.value, jobs=jobs)))
-        found = context(
-            replace(first, note=note), running(save=SaveWish(), id=4), replace(SERVING, attempt=4), seen=seen
-        )
+        unseen, second = running(save=SaveWish(), id=2, job="5"), running(save=SaveWish(), id=4)
+        found = context(unseen, replace(first, note=note), second, replace(SERVING, attempt=4), seen=seen)
         save_at_limits(found)
-        why = Why.NOT_SAVED(
-            said("job 6 is of srun or salloc, which the scheduler cannot queue again (submit it with sbatch)")
-        )
+        why = Why.NOT_SAVED(said(NO_BATCH))
         noted = [(Event.NOTED, A.ALLOCATED, why)] if told_so else []
         assert told(found.state) == [*noted, (Event.ASKED, S.PREPARING, Why.SAVE_AT_LIMIT())]
 
