@@ -470,8 +470,9 @@ def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:
         if saved.state not in (*COMPLETE, SavedState.RESUMING):
             continue
         other = None if saved.kept else drop_storage(saved, vm.storage, why)
+        damaged = Why.SAVED_DAMAGED(why)
         lost = saved.kept or saved.may_restart
-        state.move(other or (give_up if lost else is_unfit)(state, saved, Why.SAVED_DAMAGED(why)))
+        state.move(other or (give_up(state, saved, damaged) if lost else is_unfit(saved, damaged)))
 
 
 def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None, why: Reason, world: World) -> None:

@@ -4,6 +4,7 @@ storage no row explains."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from multiverse.core.context import Context
@@ -207,17 +208,15 @@ def why_evicted(saved: Saved) -> Reason | None:
 def let_frozen_jobs_go_on(context: Context) -> None:
     """Jobs whose processes are stopped though no row tells why, as after a database was lost. A guest that was cut off
     from its run refuses that, and its VM ends."""
-    state, world = context.state, context.world
-    for source in sorted(state.compared.frozen):
-        latest = world.latest(source)
-        for name in sorted(state.compared.frozen[source]) if latest is not None else ():
-            vm = state.vms.get(state.vm_named.get(name, 0))
-            seen = world.vm(vm) if vm is not None else None
-            if vm is None or seen is None or state.saved_of(vm) or state.saved_named(vm.saved):
-                continue
-            job = _job_on(context, vm) if seen.frozen or seen.freezing else None
-            if job is not None:
-                state.move(undo_unexplained(_row_of(context, vm, job, Why.FOUND_FROZEN())))
+    state = context.state
+    for name in sorted(chain.from_iterable(state.compared.frozen.values())):
+        vm = state.vms.get(state.vm_named.get(name, 0))
+        seen = context.world.vm(vm) if vm is not None else None
+        if vm is None or seen is None or state.saved_of(vm) or state.saved_named(vm.saved):
+            continue
+        job = _job_on(context, vm) if seen.frozen or seen.freezing else None
+        if job is not None:
+            state.move(undo_unexplained(_row_of(context, vm, job, Why.FOUND_FROZEN())))
 
 
 def _job_on(context: Context, vm: Vm) -> Job | None:

@@ -591,7 +591,7 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
         last = attempt.tries + 1 >= policy.attempts
         state.move(return_attempt(replace(attempt, tries=0) if last else attempt, Event.GAVE_UP, why, failed=not last))
         if last and saved.state in COMPLETE:
-            state.move(is_unfit(state, saved, Why.SAVED_FAILS(why, tries=policy.attempts)))
+            state.move(is_unfit(saved, Why.SAVED_FAILS(why, tries=policy.attempts)))
     elif fault == "host":
         state.move(return_attempt(attempt, Event.GAVE_UP, why))
     elif attempt.tries + 1 >= policy.attempts and not attempt.origin:  # which needs no VM: it may start without

@@ -85,7 +85,7 @@ def undo_unexplained(saved: Saved) -> Change:
     return Change(replace(saved, state=S.UNDOING, froze=True, reason=saved.asked), Event.FOUND, saved.asked)
 
 
-def resume_saved(saved: Saved, why: Reason, *, anew: bool = False) -> Change:
+def resume_saved(saved: Saved, why: Reason, *, anew: bool) -> Change:
     """Let the job go on, or begin `anew` without its state."""
     return Change(replace(saved, state=S.RESUMING, ends=anew), Event.RESUMED, why)
 
@@ -141,10 +141,10 @@ def give_up(state: State, saved: Saved, why: Reason) -> Change:
     return abandon(saved, why) if goes_on else hold_saved(saved, why, ends=True)
 
 
-def is_unfit(state: State, saved: Saved, why: Reason) -> Change:
+def is_unfit(saved: Saved, why: Reason) -> Change:
     """No VM can be restored from it. Its job is held: perhaps that is mended. A checkpoint is given up: there may be
     another one, and the job need not have any."""
-    return give_up(state, saved, why) if saved.checkpoint else hold_saved(saved, why)
+    return abandon(saved, why) if saved.checkpoint else hold_saved(saved, why)
 
 
 def abandon(saved: Saved, why: Reason) -> Change:
@@ -529,8 +529,8 @@ def _step_discarding(state: State, saved: Saved, world: World) -> None:
     absent = showing and all(one.began > since and one.value.saved.keys().isdisjoint(saved.names) for one in showing)
     gone = absent and (saved.kept or saved.checkpoint or not vms_of_saved(state, saved))
     if gone or (saved.kept and state.is_fenced(saved.kept)):
-        claims = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
-        state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason), free=claims)
+        claim = ClaimKey(saved.key, saved.kept)  # it has one if it was kept in memory
+        state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason), free=[claim])
 
 
 def _shows(saved: Saved, host: Host) -> bool:
