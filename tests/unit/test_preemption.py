@@ -11,7 +11,7 @@ from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import CloneKind, Depth, Key, Size
 from multiverse.core.model.eviction import Method, Step
-from multiverse.core.model.host import Claim, Host, HypervisorView
+from multiverse.core.model.host import Claim, Drain, Host, HypervisorView, ImageDisk
 from multiverse.core.model.job import (
     Attempt,
     AttemptState,
@@ -75,6 +75,7 @@ class Crowd:
     claims: list[Claim] = field(default_factory=list)
     away: set[str] = field(default_factory=set)  # hosts out of sight
     promised: dict[int, float] = field(default_factory=dict)  # Unix times by which jobs start anyway
+    sent: dict[int, int] = field(default_factory=dict)  # MiB that evictions are to send, by VM
     state: State | None = None
 
     def __post_init__(self) -> None:
@@ -170,13 +171,18 @@ class Crowd:
         }
 
     def steps(self, passed_over: int = 0, now: float = NOW) -> list[Step]:
+        state = self.decide(now)
+        state.blocking, state.promised = URGENT, dict(self.promised)
+        return plan_preemption(self.context, EvictionLimits(self.context), passed_over)
+
+    def decide(self, now: float = NOW) -> State:
+        """The rows as a state, in which nothing was decided yet."""
         state = self.state = State(rows(*self.rows, claims=self.claims, known=sorted(self.names)), TABLES, now)
         state.begin(now, {}, "test")
         state.queue.jobs = self.jobs
         for one in state.attempts.values():
             state.queue.put(one)
-        state.blocking, state.promised = URGENT, dict(self.promised)
-        return plan_preemption(self.context, EvictionLimits(self.context), passed_over)
+        return state
 
     @property
     def names(self) -> set[str]:
@@ -720,3 +726,86 @@ def test_a_pass_in_which_nobody_waits_for_room_forgets_what_was_held_back() -> N
     crowd.jobs[str(URGENT)] = crowd.jobs[str(URGENT)]._replace(eligible=False)
     crowd.run(NOW + 1)
     assert crowd.state.held_back["preemption"] == []
+
+
+# --- further rules ------------------------------------------------------------------------------------
+
+
+def test_nobody_is_evicted_off_a_host_that_is_drained_before_the_waiting_job_has_surely_ended() -> None:
+    for begins, evicted in ((UNIX + 60, {1: "save"}), (UNIX + 9999, {2: "save"})):
+        crowd = Crowd([host("h1", 1), host("h2", 1)])
+        crowd.runs(1, "h1")
+        crowd.runs(2, "h2")
+        crowd.waits()
+        state = crowd.decide()
+        drain = Drain(begins)
+        state.drains["h2"] = drain
+        state.close_hosts(frozenset(), frozenset({"h2"}))
+        state.blocking = URGENT
+        steps = plan_preemption(crowd.context, EvictionLimits(crowd.context))
+        assert {one.attempt.id: "save" for one in steps} == evicted
+
+
+def test_on_a_host_where_the_job_wants_no_more_of_its_vms_free_room_is_of_no_use() -> None:
+    """Two VMs, one on a host: there is room for both on h2 alone."""
+    crowd = Crowd([host("h1", 1), host("h2", 2)])
+    crowd.runs(1, "h1")
+    crowd.waits(nodes=2, per_host=1)
+    assert crowd.plans() == {1: "save"}
+    crowd.runs(2, "h2", preempt_class="high")
+    crowd.runs(3, "h2", preempt_class="high")
+    assert crowd.plans() == {}
+
+
+def test_the_site_is_asked_no_more_often_than_four_times_which_set_of_jobs_would_do() -> None:
+    """Each of the cheapest sets has a job that only moves, and no room to do so is left but that of the urgent job."""
+    names = [f"h{number}" for number in range(1, 8)]
+    hosts = [host(name, 1, moves=True, stores=False) for name in names]
+    crowd = Crowd([*hosts, host("h8", 1), host("h9", 1, moves=True, stores=False)])
+    for number, name in enumerate(names, 1):
+        crowd.runs(number, name, memory=300 - number, batch=False, requeues=False)
+    crowd.runs(8, "h8", memory=4096)
+    crowd.waits(nodes=2)
+    assert crowd.plans() == {8: "save"}
+
+
+@pytest.mark.parametrize(("ran", "evicted"), [(20.0, {3: "save"}), (60.0, {3: "save"})])
+def test_after_a_try_the_cheapest_of_those_that_are_left_leaves(ran: float, evicted: dict[int, str]) -> None:
+    hosts = [host("h1", 1, moves=True, stores=False), host("h2", 1, moves=True, stores=False)]
+    crowd = Crowd([*hosts, host("h3", 1), host("h4", 1)])
+    crowd.runs(1, "h1", ran=ran)
+    crowd.runs(2, "h4", memory=2000)
+    crowd.runs(3, "h3", memory=1900)
+    crowd.waits(nodes=2)
+    assert crowd.plans() == evicted
+
+
+def test_a_full_clone_takes_of_the_disk_what_its_kind_takes() -> None:
+    """Its VM may write to the whole disk of the image. That of an instant clone is limited to what it may write."""
+    image = {"slim": IMAGES["slim"] | {"limit_disk"}}
+    for kind, evicted in ((CloneKind.INSTANT, {2: "save"}), (CloneKind.FULL, {1: "save", 2: "save"})):
+        large = replace(host("h1"), images=image, disks={"slim": ImageDisk(whole=1500)}, capacity=Size(2, 9999, 2000))
+        crowd = Crowd([large])
+        crowd.runs(1)
+        crowd.runs(2)
+        held = {10: 1000, 20: 1000}
+        crowd.claims = [
+            replace(one, size=replace(one.size, disk=held.get(one.owner.id, 0))) if one.owner.kind == "vm" else one
+            for one in crowd.claims
+        ]
+        crowd.waits(kind=kind)
+        assert crowd.plans() == evicted
+
+
+def test_the_template_takes_of_the_disk_what_its_image_takes() -> None:
+    """And its memory once, as this host holds it."""
+    image = {"slim": IMAGES["slim"] | {"limit_disk"}}
+    for overhead, evicted in ((100, {2: "save"}), (600, {1: "save", 2: "save"})):
+        disks = {"slim": ImageDisk(overhead=overhead)}
+        crowd = Crowd([replace(host("h1"), images=image, disks=disks, capacity=Size(2, 2 * 544, 2000))])
+        crowd.runs(1, memory=512)
+        crowd.runs(2, memory=512)
+        crowd.without_templates()
+        crowd.claims = [replace(one, size=replace(one.size, disk=1000)) for one in crowd.claims]
+        crowd.waits()
+        assert crowd.plans() == evicted

@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
+from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Damaged, Exhausted, MultiverseError, Refused, Unknown
 from multiverse.core.machines.sleep import STAND_IN, delay_vm, job_of, put_to_sleep, stay_awake, step_sleep
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import Claim
+from multiverse.core.model.host import Claim, HypervisorView
 from multiverse.core.model.job import AttemptState, Job, JobRef, JobState, Request, SchedulerView
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import Storage
 from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
 from multiverse.core.model.world import Observation, World
-from multiverse.core.sleeping import AGAIN
+from multiverse.core.sleeping import AGAIN, put_suspended_to_sleep
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Event
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import attempt, state, vm, world_of
 from tests.unit.test_places import Site
+from tests.unit.test_preemption import host as storing
 
 V, C = VmState, VmCondition
 AFTER = 60.0  # seconds that a job is suspended before its VM sleeps
@@ -298,6 +301,10 @@ def shown(job: JobState | None, began: float = BEGAN, restarts: int = 0, ended: 
     return world_of(SchedulerView(jobs), None, began, effect_ended_at=times)
 
 
+def reasons_of(here: State) -> list[Reason | None]:
+    return [one.reason for move in here.moves for one in move.changes]
+
+
 def stepped(row: Vm, seen: VmSeen, world: World, began: float = BEGAN) -> tuple[Vm, State]:
     """The row after one step, and the state with the move."""
     here = state(attempt(AttemptState.ALLOCATED), row, now=NOW, claims=[Claim(row.key, "h1", WHOLE)])
@@ -330,8 +337,9 @@ def test_one_that_wakes_serves_once_it_was_told_after_its_call_what_the_schedule
     told: bool | None, ended: float | None, state_then: VmState
 ) -> None:
     row, seen = sleeper(V.WAKING, runs=True, left=50.0), replace(AWAKE, told=told)
-    after, _ = stepped(row, seen, shown(JobState.RUNNING, ended=ended))
+    after, here = stepped(row, seen, shown(JobState.RUNNING, ended=ended))
     assert after.state is state_then
+    assert reasons_of(here) == ([Why.IS_AWAKE(host="h1")] if state_then is V.SERVING else [])
     assert (after.runs, after.left) == ((None, None) if state_then is V.SERVING else (True, 50.0))
 
 
@@ -350,7 +358,7 @@ def test_it_wakes_on_while_the_scheduler_has_not_shown_its_job_since(world: Worl
 def test_it_is_told_again_what_has_changed_meanwhile(runs: bool, job: JobState, why: Reason) -> None:
     after, here = stepped(sleeper(V.WAKING, runs=runs, left=50.0), replace(AWAKE, told=runs), shown(job))
     assert (after.state, after.runs, after.left, after.since) == (V.WAKING, not runs, None, NOW)
-    assert [one.reason for move in here.moves for one in move.changes] == [why]
+    assert reasons_of(here) == [why]
 
 
 @pytest.mark.parametrize("job", [JobState.COMPLETING, JobState.ENDED])
@@ -387,11 +395,11 @@ def test_it_counts_on_from_the_number_that_its_host_knows() -> None:
     row = sleeper(V.WAKING, runs=True, left=50.0)
     after, here = stepped(row, replace(AWAKE, sleeps=5, told=True), RUNNING)
     assert (after.state, after.sleeps, after.runs, after.left, after.since) == (V.WAKING, 5, True, 50.0, NOW)
-    assert [one.reason for move in here.moves for one in move.changes] == [Why.FOUND_ASLEEP()]
+    assert reasons_of(here) == [Why.FOUND_ASLEEP()]
     untold, _ = stepped(replace(row, runs=None), replace(AWAKE, sleeps=5), RUNNING)
     assert untold.runs is False
-    found, _ = stepped(sleeper(V.SERVING), replace(ASLEEP, sleeps=5), SUSPENDED)
-    assert (found.state, found.sleeps) == (V.ASLEEP, 5)
+    found, here = stepped(sleeper(V.SERVING), replace(ASLEEP, sleeps=5), SUSPENDED)
+    assert (found.state, found.sleeps) == (V.ASLEEP, 5) and reasons_of(here) == [Why.FOUND_ASLEEP()]
 
 
 def test_each_sleep_has_a_number_of_its_own_and_begins_without_what_was_told_before() -> None:
@@ -466,3 +474,33 @@ def test_without_a_time_limit_none_is_left_and_past_it_nothing(site: Sleeper) ->
         fresh.fall_asleep()
         fresh.shows(JobState.RUNNING, left=left)
         assert (fresh.vm.state, fresh.vm.left) == (V.WAKING, then)
+
+
+def test_a_job_that_is_read_again_alone_counts_from_then_on() -> None:
+    times = {vm(V.WAKING).key: ENDED}
+    assert RUNNING.scheduler is not None
+    view = replace(RUNNING.scheduler.value, jobs_began={"7": BEGAN})
+    world = world_of(view, None, ENDED - 1, effect_ended_at=times)
+    assert stepped(sleeper(V.WAKING, runs=True), replace(AWAKE, told=True), world)[0].state is V.SERVING
+
+
+@pytest.mark.parametrize(
+    ("in_state", "job", "sleeps"),
+    [
+        (V.SERVING, JobState.SUSPENDED, True),
+        (V.SERVING, JobState.RUNNING, False),
+        (V.JOINED, JobState.SUSPENDED, False),
+        (V.SERVING, None, False),
+    ],
+)
+def test_only_a_vm_that_serves_a_suspended_job_falls_asleep_and_others_do_not_keep_it(
+    in_state: VmState, job: JobState | None, sleeps: bool
+) -> None:
+    """Job 6 was suspended a moment ago."""
+    row, view = sleeper(in_state), shown(job).scheduler
+    here = state(attempt(AttemptState.ALLOCATED), row, now=NOW, claims=[Claim(row.key, "h1", WHOLE)])
+    here.compared.suspended = {"6": NOW, "7": NOW - AFTER}
+    assert view is not None
+    world = world_of(view.value, HypervisorView({"h1": storing("h1")}, {}), BEGAN)
+    put_suspended_to_sleep(Context(here, world, replace(POLICY, sleep_after=AFTER)))
+    assert (here.vms[1].state is V.FALLING_ASLEEP) is sleeps
