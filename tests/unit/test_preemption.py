@@ -11,7 +11,7 @@ from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import CloneKind, Depth, Key, Size
 from multiverse.core.model.eviction import Method, Step
-from multiverse.core.model.host import Claim, Drain, Host, HypervisorView, ImageDisk
+from multiverse.core.model.host import Claim, Drain, Host, HypervisorView, ImageDisk, Overcommitment
 from multiverse.core.model.job import (
     Attempt,
     AttemptState,
@@ -74,6 +74,7 @@ class Crowd:
     jobs: dict[str, Job] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
     away: set[str] = field(default_factory=set)  # hosts out of sight
+    private: float = 0.0  # MiB that each VM is measured to use
     promised: dict[int, float] = field(default_factory=dict)  # Unix times by which jobs start anyway
     sent: dict[int, int] = field(default_factory=dict)  # MiB that evictions are to send, by VM
     state: State | None = None
@@ -143,7 +144,7 @@ class Crowd:
 
     def world(self, now: float = NOW) -> Any:
         here = [one for one in self.rows if isinstance(one, Vm)]
-        shown = {one.name: VmSeen(one.name, one.host, VmCondition.RUNNING) for one in here}
+        shown = {one.name: VmSeen(one.name, one.host, VmCondition.RUNNING, private=self.private) for one in here}
         known = {one.name: one for one in self.hosts if one.name not in self.away}
         view = HypervisorView(known, shown, as_ready(self.rows))
         return world_of(SchedulerView(dict(self.jobs), preemption=self.rules), view, now, epoch=EPOCH)
@@ -225,7 +226,7 @@ def test_jobs_give_way_to_the_classes_that_the_scheduler_says(waiting: str, runn
     crowd = full(preempt_class=running)
     crowd.jobs["1"] = crowd.jobs["1"]._replace(preempt_class=running)
     crowd.waits(by=waiting)
-    assert bool(crowd.plans()) is gives_way
+    assert bool(crowd.run()) is gives_way
 
 
 def test_nobody_gives_way_where_the_scheduler_preempts_no_jobs_or_the_site_does_not_want_it() -> None:
@@ -757,8 +758,8 @@ def test_on_a_host_where_the_job_wants_no_more_of_its_vms_free_room_is_of_no_use
     assert crowd.plans() == {}
 
 
-def test_the_site_is_asked_no_more_often_than_four_times_which_set_of_jobs_would_do() -> None:
-    """Each of the cheapest sets has a job that only moves, and no room to do so is left but that of the urgent job."""
+def test_where_many_jobs_only_move_and_have_no_room_one_that_can_be_saved_leaves() -> None:
+    """The only room that they could move to is that of the urgent job."""
     names = [f"h{number}" for number in range(1, 8)]
     hosts = [host(name, 1, moves=True, stores=False) for name in names]
     crowd = Crowd([*hosts, host("h8", 1), host("h9", 1, moves=True, stores=False)])
@@ -769,15 +770,62 @@ def test_the_site_is_asked_no_more_often_than_four_times_which_set_of_jobs_would
     assert crowd.plans() == {8: "save"}
 
 
-@pytest.mark.parametrize(("ran", "evicted"), [(20.0, {3: "save"}), (60.0, {3: "save"})])
-def test_after_a_try_the_cheapest_of_those_that_are_left_leaves(ran: float, evicted: dict[int, str]) -> None:
-    hosts = [host("h1", 1, moves=True, stores=False), host("h2", 1, moves=True, stores=False)]
-    crowd = Crowd([*hosts, host("h3", 1), host("h4", 1)])
-    crowd.runs(1, "h1", ran=ran)
-    crowd.runs(2, "h4", memory=2000)
-    crowd.runs(3, "h3", memory=1900)
-    crowd.waits(nodes=2)
+@pytest.mark.parametrize(("stay", "evicted"), [(2, {4: "move to h9"}), (3, {5: "save"})])
+def test_sets_of_jobs_are_tried_a_few_times_before_only_jobs_that_can_be_saved_are(
+    stay: int, evicted: dict[int, str]
+) -> None:
+    """The first jobs could only move to h8, which the urgent one takes, too. The fourth has room on h9."""
+    names = [f"h{number}" for number in range(1, stay + 1)]
+    able = {"moves": True, "stores": False}
+    large = [host(name, **able) for name in (*names, "h4", "h8")]
+    crowd = Crowd([*large, host("h5"), host("h9", 1, **able)])
+    for number, name in enumerate(names, 1):
+        crowd.runs(number, name, cpus=2, memory=100, batch=False, requeues=False)
+    crowd.runs(4, "h4", memory=200, batch=False, requeues=False)
+    crowd.runs(5, "h5", cpus=2, memory=4096)
+    crowd.waits(2, nodes=2)
     assert crowd.plans() == evicted
+
+
+def test_a_job_that_would_have_to_end_stays_where_another_one_on_its_host_can_be_saved() -> None:
+    """It could move to h2, but the urgent job takes h2, too. It is not queued again, so it has no state to be kept."""
+    crowd = Crowd([host("h1", moves=True), host("h2", 1, moves=True)])
+    crowd.runs(1, memory=2000)
+    crowd.runs(2, memory=100, requeues=False)
+    crowd.waits(nodes=2)
+    assert crowd.plans() == {1: "save"}
+
+
+def test_a_job_does_not_move_to_a_host_that_the_waiting_one_takes_because_of_its_limit_there() -> None:
+    """There would be room for both VMs of the urgent job on h1, and it wants one on each host."""
+    crowd = Crowd([host("h1", memory=256 + 2 * 288, moves=True), host("h2", 1, moves=True)])
+    crowd.runs(1, memory=2 * 288 - 32)
+    crowd.waits(nodes=2, per_host=1)
+    assert crowd.plans() == {1: "save"}
+
+
+def test_nobody_is_evicted_who_uses_too_little_of_what_the_claim_says() -> None:
+    """Memory is over-committed: the jobs claim 4 GiB and use 100 MiB each, and the machine has 300 MiB left."""
+    times = Overcommitment(memory=2.0, floor=100)
+    for private, evicted in ((100.0, set()), (1000.0, {2})):
+        crowd = full(replace(host("h1", 3), overcommit=times, available=300), memory=4000)
+        crowd.private = private
+        crowd.waits()
+        assert set(crowd.plans()) == evicted
+
+
+def test_a_mebibyte_too_little_is_not_enough() -> None:
+    crowd = full(host("h1", 3, memory=256 + 2 * 287), memory=255)
+    crowd.waits()
+    assert crowd.plans() == {1: "save", 2: "save"}
+
+
+def test_a_job_of_which_a_vm_does_not_serve_yet_is_not_ended() -> None:
+    crowd = Crowd([host("h1", stores=False)])
+    crowd.runs(1, "h1", "h1")
+    crowd.change(1, state=V.JOINED)
+    crowd.waits()
+    assert not crowd.plans()
 
 
 def test_a_full_clone_takes_of_the_disk_what_its_kind_takes() -> None:
