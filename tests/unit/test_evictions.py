@@ -222,6 +222,8 @@ def test_what_moves_or_is_saved_counts_and_so_does_what_has_begun() -> None:
     assert limits.left == 1 and limits.why_held(replace(step, memory=301)) == Why.EVICTION_RATE(sent=300, rate=10)
     limits.take(step)
     assert limits.why_held(step) == Why.EVICTIONS_AT_ONCE(limit=4)
+    limits.left = 1
+    assert limits.why_held(replace(step, memory=1)) == Why.EVICTION_RATE(sent=600, rate=10)
     crowd.policy = replace(crowd.policy, evict_at_once=1)
     assert EvictionLimits(crowd.context).left == 0, "more are under way than may be"
 
@@ -305,6 +307,12 @@ def test_a_job_of_several_vms_is_saved_once_and_whole() -> None:
     crowd.runs(1, "h1", "h1", memory=300)
     crowd.runs(2, "h2")
     assert leaving(drained(crowd)) == {10: ""} and crowd.sent == {10: 600}
+
+
+def test_of_a_job_of_several_vms_each_one_that_can_move_is_shown() -> None:
+    crowd = Crowd([host("h1", moves=True), host("h2", moves=True)])
+    crowd.runs(1, "h1", "h1")
+    assert leaving(drained(crowd)) == {10: "h2", 11: "h2"}
 
 
 def test_a_vm_that_cannot_leave_does_not_keep_the_others() -> None:

@@ -709,6 +709,15 @@ def test_where_nothing_helps_the_others_are_looked_at_soon_or_all_again_after_a_
     assert crowd.state.looked_for_room == (URGENT, NOW + pause, passed_over), "not yet"
 
 
+def test_the_jobs_that_were_looked_at_before_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "CONSIDERED", 1)
+    crowd = full()
+    crowd.waits()
+    crowd.state = State(rows(*crowd.rows, claims=crowd.claims, known=["h1"]), TABLES, NOW)
+    crowd.state.looked_for_room = (URGENT, NOW, 1)
+    assert crowd.run() == {1: "save"}
+
+
 def test_another_job_is_looked_at_at_once_and_from_the_first_running_job_on() -> None:
     crowd = full()
     crowd.waits()
