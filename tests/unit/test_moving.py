@@ -538,7 +538,10 @@ def ordered(here: Crowd, name: str, to: str = "") -> str:
 
 
 def test_a_command_means_a_vm_by_its_name_or_the_only_one_of_a_job_that_runs() -> None:
-    assert not ordered(crowd(), "1") and not ordered(crowd(), "mvtest0-10", "h2")
+    assert not ordered(crowd(), "mvtest0-10", "h2")
+    here = crowd()
+    assert not ordered(here, "1")
+    assert [one.why for one in here.context.state.attempts[1].evictions] == [Why.OPERATOR()]
     two = Crowd([free("h1"), free("h2")])
     two.runs(1, "h1", "h2")
     assert ordered(two, "1") == "job 1 has several VMs: mvtest0-10 on h1, mvtest0-11 on h2"

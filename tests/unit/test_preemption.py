@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from multiverse.core.capacity.room import Blockage
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import CloneKind, Depth, Key, Size
@@ -33,7 +34,7 @@ from multiverse.core.policy import Policy
 from multiverse.core.rebalance import plan as begun_by
 from multiverse.core.rebalance import preemption
 from multiverse.core.rebalance.limits import EvictionLimits
-from multiverse.core.rebalance.plan import LOOK_AGAIN, proposals
+from multiverse.core.rebalance.plan import LOOK_AGAIN, preempt, proposals
 from multiverse.core.rebalance.preemption import SOON, plan_preemption
 from multiverse.core.state import State
 from tests.unit.planner_harness import POLICY
@@ -216,6 +217,8 @@ def test_a_job_is_saved_for_the_first_one_that_waits_and_told_why() -> None:
     assert crowd.run() == {2: "save"}, "the one that was submitted last"
     assert crowd.last(2).why == Why.PREEMPTED(job="90", by="high")
     assert (crowd.last(2).host, crowd.last(2).memory, crowd.last(2).at) == ("h1", 256, UNIX)
+    (made,) = crowd.context.state.saved.values()
+    assert (made.asked, made.may_restart) == (crowd.last(2).why, False)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +465,8 @@ def test_a_job_that_can_neither_move_nor_be_saved_ends_by_the_schedulers_mode(
     crowd = stuck(mode, **job)
     assert crowd.run() == ({2: way} if way else {})
     if way:
-        assert crowd.state is not None and crowd.state.attempts[2].state is A.PREEMPTING
+        assert crowd.state is not None
+        assert (crowd.state.attempts[2].state, crowd.state.attempts[2].grace) == (A.PREEMPTING, 0.0)
         assert (crowd.last(2).host, crowd.last(2).memory, crowd.last(2).at) == ("h1", 0, UNIX)
         assert crowd.last(2).why == Why.PREEMPTED(job="90", by="high").also(
             Why.ENDS_BY_MODE(
@@ -470,6 +474,11 @@ def test_a_job_that_can_neither_move_nor_be_saved_ends_by_the_schedulers_mode(
                 word=None if mode == way else "it cannot be queued again",
             )
         )  # fmt: skip
+
+
+def test_a_step_that_ends_a_run_goes_nowhere_and_sends_nothing() -> None:
+    (step,) = stuck().steps()
+    assert (step.method, step.vm.id, step.to, step.memory, step.ends) == (Method.PREEMPTION, 20, "", 0, "requeue")
 
 
 def test_a_class_for_which_the_scheduler_names_no_mode_is_not_ended() -> None:
@@ -510,6 +519,7 @@ def test_a_job_moves_if_another_host_takes_it_and_is_saved_if_none_does() -> Non
     crowd.waits(2)
     (step,) = crowd.steps()
     assert (step.to, step.ends, step.memory, step.vm.id) == ("", "", 512, 10), "the other host is too small"
+    assert (step.method, step.why) == (Method.PREEMPTION, Why.PREEMPTED(job="90", by="high"))
     crowd = Crowd(hosts)
     crowd.runs(1, memory=512)
     crowd.waits(2)
@@ -663,6 +673,14 @@ def test_room_that_is_free_is_used_and_a_job_that_leaves_frees_room_on_all_its_h
     assert step.memory == 512
 
 
+def test_several_vms_of_the_job_may_be_on_one_host() -> None:
+    crowd = Crowd([host("h1", 4)])
+    crowd.runs(1)
+    crowd.runs(2)
+    crowd.waits(nodes=4)
+    assert crowd.plans() == {1: "save", 2: "save"}
+
+
 def test_no_more_vms_are_placed_on_a_host_than_the_job_wants() -> None:
     for per_host, evicted in ((0, {2: "save", 3: "save"}), (1, {1: "save", 3: "save"})):
         crowd = Crowd([host("h1", 1), host("h2", 2)])
@@ -716,6 +734,29 @@ def test_the_jobs_that_were_looked_at_before_are_passed_over(monkeypatch: pytest
     crowd.state = State(rows(*crowd.rows, claims=crowd.claims, known=["h1"]), TABLES, NOW)
     crowd.state.looked_for_room = (URGENT, NOW, 1)
     assert crowd.run() == {1: "save"}
+
+
+def test_where_no_job_is_known_that_waits_for_room_that_is_looked_at_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first job here is of the class for which the others would give way."""
+    monkeypatch.setattr(begun_by, "CONSIDERED", 1)
+    crowd = Crowd([host("h1", 3)])
+    crowd.runs(1, preempt_class="high")
+    crowd.runs(2)
+    crowd.runs(3)
+    state = crowd.decide()
+    assert preempt(crowd.context, Blockage.ROOM) is Blockage.ROOM
+    assert (state.looked_for_room, state.held_back["preemption"]) == ((None, NOW + LOOK_AGAIN, 0), [])
+
+
+def test_what_is_shown_passes_over_what_was_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "CONSIDERED", 1)
+    crowd = full()
+    crowd.waits()
+    state = crowd.decide()
+    state.blocking, state.looked_for_room = URGENT, (URGENT, NOW + 3.0, 1)
+    assert [step.attempt.id for step in proposals(crowd.context)] == [1]
 
 
 def test_another_job_is_looked_at_at_once_and_from_the_first_running_job_on() -> None:

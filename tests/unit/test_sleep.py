@@ -10,18 +10,18 @@ import pytest
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Damaged, Exhausted, MultiverseError, Refused, Unknown
 from multiverse.core.machines.sleep import STAND_IN, delay_vm, job_of, put_to_sleep, stay_awake, step_sleep
-from multiverse.core.model.basics import Size
+from multiverse.core.model.basics import ClaimKey, Depth, Size
 from multiverse.core.model.host import Claim, HypervisorView
 from multiverse.core.model.job import AttemptState, Job, JobRef, JobState, Request, SchedulerView
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import Storage
-from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
-from multiverse.core.model.world import Observation, World
-from multiverse.core.sleeping import AGAIN, put_suspended_to_sleep
+from multiverse.core.model.vm import TemplateState, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Observation, Row, World
+from multiverse.core.sleeping import AGAIN, put_suspended_to_sleep, wake_resumed
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import attempt, state, vm, world_of
+from tests.unit.rows import attempt, state, template, vm, world_of
 from tests.unit.test_places import Site
 from tests.unit.test_preemption import host as storing
 
@@ -504,3 +504,58 @@ def test_only_a_vm_that_serves_a_suspended_job_falls_asleep_and_others_do_not_ke
     world = world_of(view.value, HypervisorView({"h1": storing("h1")}, {}), BEGAN)
     put_suspended_to_sleep(Context(here, world, replace(POLICY, sleep_after=AFTER)))
     assert (here.vms[1].state is V.FALLING_ASLEEP) is sleeps
+
+
+def sleepers(*some: tuple[VmState, JobState | None, float, int, str], memory: int, more: tuple[Row, ...] = ()) -> State:
+    """VMs of that state, whose jobs are shown like that, since when, of how many MiB and on which host; then those that
+    are resumed have been let go on. h1 has so much memory, and no disk left; h3 is out of sight."""
+    rows, claims, jobs = list[Row](more), list[Claim](), dict[str, Job]()
+    for number, (in_state, job, since, size, on) in enumerate(some, 1):
+        row = vm(in_state, id=number, attempt=number, since=since, host=on, template_size=None)
+        row = replace(row, size=Size(1, size))
+        rows += [attempt(AttemptState.ALLOCATED, id=number, job=str(number)), row]
+        claims.append(Claim(row.key, on, Size(0, STAND_IN, 700)))
+        if job is not None:
+            ref = JobRef(str(number), 500)
+            jobs[ref.job_id] = Job(ref, "hello", 1000, job, Request(1, Size(1, 100)), deadline=NOW + 300)
+    here = state(*rows, now=NOW, claims=claims, known=("h1", "h2", "h3"))
+    hosts = {"h1": replace(storing("h1", 9), capacity=Size(9, memory, 700 * len(some))), "h2": storing("h2", 9)}
+    wake_resumed(Context(here, world_of(SchedulerView(jobs), HypervisorView(hosts, {}), BEGAN), POLICY))
+    return here
+
+
+J, R = JobState, JobState.RUNNING
+
+
+def test_the_first_ones_that_were_resumed_wake_and_nobody_else_takes_the_room_on_their_host() -> None:
+    here = sleepers(
+        (V.ASLEEP, None, 1.0, 100, "h1"),
+        (V.ASLEEP, J.SUSPENDED, 1.0, 100, "h1"),
+        (V.ASLEEP, R, 1.0, 100, "h3"),
+        (V.DELAYED, R, 9.0, 1000, "h1"),
+        (V.DELAYED, R, 5.0, 1000, "h1"),
+        (V.ASLEEP, R, 1.0, 100, "h1"),
+        (V.ASLEEP, R, 1.0, 100, "h2"),
+        memory=6 * STAND_IN + 1900,
+    )
+    assert [(id_, one.state) for id_, one in sorted(here.vms.items())] == [
+        (1, V.ASLEEP), (2, V.ASLEEP), (3, V.ASLEEP), (4, V.DELAYED), (5, V.WAKING), (6, V.DELAYED), (7, V.WAKING),
+    ]  # fmt: skip
+    assert (here.vms[6].left, here.vms[6].reason) == (300.0, Why.NO_ROOM_TO_WAKE(host="h1"))
+    assert here.claims[ClaimKey(here.vms[5].key, "h1")].size == Size(1, 1000 + STAND_IN, 700), "its disk it has kept"
+
+
+def test_a_record_that_is_set_aside_does_not_wake() -> None:
+    row = vm(V.ASLEEP, id=9, attempt=1, quarantined="x")
+    here = sleepers((V.ASLEEP, R, 1.0, 100, "h1"), memory=9999, more=(row,))
+    assert [here.vms[number].state for number in (1, 9)] == [V.WAKING, V.ASLEEP]
+
+
+@pytest.mark.parametrize("with_spare", [True, False])
+def test_spares_of_its_host_give_way_and_then_templates_that_nothing_uses(with_spare: bool) -> None:
+    spares = [vm(V.PARKED, id=20 + n, host=f"h{n}", pool=Depth.PARKED) for n in (1, 2)] if with_spare else []
+    ready = [template(TemplateState.READY, id=n, host=f"h{n}") for n in (1, 2)]
+    here = sleepers((V.DELAYED, R, 1.0, 1000, "h1"), memory=500, more=(*spares, *ready))
+    gone = [f"{key.kind} {key.id}" for move in here.moves for key in [move.changes[0].row.key]]
+    assert gone == (["vm 21"] if with_spare else ["template 1"])
+    assert reasons_of(here) == [Why.GIVES_WAY_TO(vm="mvtest0-1")]
