@@ -368,3 +368,12 @@ def test_what_is_held_back_is_kept_while_it_is_and_forgotten_after_that() -> Non
     crowd.policy = replace(CROWDED, evict_drains=False)
     assert not crowd.run(NOW + 31)
     assert crowd.state.held_back["drain"] == []
+
+
+def test_a_step_that_is_held_back_does_not_hold_the_next_one_back() -> None:
+    """300 MiB were sent in this minute, and 600 may be. The first job would send 400, and the second one 200."""
+    crowd = Crowd([host("h1", moves=True), host("h2", 9, moves=True)], policy=RATED)
+    crowd.runs(1, memory=400, evictions=ago(30.0, memory=300))
+    crowd.runs(2, memory=200)
+    assert drained(crowd).run() == {2: "move to h2"} and crowd.state is not None
+    assert [one.vm.id for one in crowd.state.held_back["drain"]] == [10]
