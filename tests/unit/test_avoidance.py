@@ -7,17 +7,20 @@ from itertools import pairwise
 
 import pytest
 
+from multiverse.core.avoidance import avoided, blame, forget_hosts, is_tried, joined, tried_at_once, whose_fault
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.explanation import explain, host_verdicts
 from multiverse.core.model.basics import CloneKind, Key
-from multiverse.core.model.job import AttemptState
-from multiverse.core.model.reason import text_of
-from multiverse.core.model.vm import Template, TemplateState, VmCondition, VmState
+from multiverse.core.model.host import HostFault, HostState, KnownHost
+from multiverse.core.model.job import Attempt, AttemptState
+from multiverse.core.model.reason import Why, text_of
+from multiverse.core.model.vm import Fault, Template, TemplateState, Vm, VmCondition, VmState
 from multiverse.core.policy import AVOIDED_LIMIT
-from multiverse.core.transition import Command, Done, EffectKind, Event
+from multiverse.core.transition import Change, Command, Done, EffectKind, Event
 from multiverse.service.alerts import findings, repair_command
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
+from tests.unit.rows import attempt, known_host, state, vm, world_of
 
 A, V = AttemptState, VmState
 FIRST = POLICY.retry_base
@@ -237,3 +240,126 @@ def test_a_template_is_built_on_a_host_where_it_is_not_known_to_fail() -> None:
 
 def failed_build(template: Template) -> Done:
     return Done(Key("template", template.id), EffectKind.BUILD, str(template.state), Broken("no"))
+
+
+# --- the rules, on single rows ------------------------------------------------------------------------
+
+NOW, EPOCH = 1000.0, 1_700_000_000.0
+UNIX = NOW + EPOCH
+WHY = Why.OPERATOR()
+
+
+def fault(until: float, failures: int = 3, image: str = "slim") -> HostFault:
+    return HostFault(image, failures, until, Why.NO_ROOM_TO_WAKE(host="h1"))
+
+
+def blamed(host: KnownHost | None, its: Attempt | None, took: float = 0.0) -> tuple[Fault, list[Change]]:
+    """Who is at fault for a VM of attempt 1 on h1, and what follows."""
+    row = vm(V.STARTING, attempt=1, since=NOW - took)
+    here = state(*(one for one in (host, its, row) if one is not None), now=NOW, known=())
+    return blame(here, row, WHY, world_of(None, None, NOW, epoch=EPOCH), POLICY)
+
+
+MAKING = attempt(A.CLAIMED)
+OTHER_FAULT = fault(UNIX + 9, image="other")
+
+
+@pytest.mark.parametrize(
+    ("faults", "took", "expected"),
+    [
+        ((), 0.0, HostFault("slim", 1, UNIX + FIRST, WHY)),
+        ((), 60.0, HostFault("slim", 1, UNIX + 30.0, WHY)),
+        ((fault(UNIX),), 0.0, HostFault("slim", 4, UNIX + 8 * FIRST, WHY)),
+        ((fault(UNIX + 0.5),), 0.0, None),
+        ((OTHER_FAULT,), 0.0, HostFault("slim", 1, UNIX + FIRST, WHY)),
+    ],
+)
+def test_a_host_is_avoided_for_longer_with_each_failure_in_a_row(
+    faults: tuple[HostFault, ...], took: float, expected: HostFault | None
+) -> None:
+    host = known_host(HostState.KNOWN, faults=faults)
+    whose, changes = blamed(host, MAKING, took)
+    others = tuple(one for one in faults if one.image != "slim")
+    of_host = [Change(replace(host, faults=(*others, expected)), Event.AVOIDED, WHY)] if expected else []
+    noted = Change(replace(MAKING, failed_on=("h1",)), Event.NOTED, WHY)
+    assert (whose, changes) == ("host", [*of_host, noted])
+
+
+@pytest.mark.parametrize(
+    "its", [None, attempt(A.SPAWNED), attempt(A.RECLAIMING), attempt(A.SPAWNING, failed_on=("h1",))]
+)
+def test_only_an_attempt_whose_vms_are_being_made_notes_a_host_and_once(its: Attempt | None) -> None:
+    host = known_host(HostState.KNOWN, faults=(fault(UNIX - 1),))
+    whose, changes = blamed(host, its)
+    assert (whose, [change.event for change in changes]) == ("host", [Event.AVOIDED])
+
+
+@pytest.mark.parametrize("host", [None, known_host(HostState.REMOVED), known_host(HostState.RETURNED)])
+def test_a_host_that_is_not_of_the_site_is_at_fault_and_not_avoided(host: KnownHost | None) -> None:
+    assert blamed(host, MAKING) == ("host", [])
+
+
+def test_a_job_is_at_fault_where_it_failed_before_and_others_have_joined_since() -> None:
+    again = attempt(A.CLAIMED, failed_on=("h1",))
+    assert blamed(known_host(HostState.KNOWN), again) == ("job", [])
+    assert blamed(known_host(HostState.KNOWN, faults=(OTHER_FAULT,)), again) == ("job", [])
+    assert blamed(known_host(HostState.KNOWN), attempt(A.CLAIMED, failed_on=("h2",)))[0] == "host"
+
+
+@pytest.mark.parametrize(
+    ("host", "cleared"),
+    [
+        (known_host(HostState.KNOWN, faults=(fault(UNIX), OTHER_FAULT)), True),
+        (known_host(HostState.KNOWN, faults=(OTHER_FAULT,)), False),
+        (known_host(HostState.REMOVED, faults=(fault(UNIX),)), False),
+        (None, False),
+    ],
+)
+def test_a_vm_that_joins_clears_its_host_for_its_image_alone(host: KnownHost | None, cleared: bool) -> None:
+    row = vm(V.JOINED)
+    here = state(*([host] if host else []), row, now=NOW, known=())
+    expected = Change(replace(host, faults=(OTHER_FAULT,)), Event.CLEARED, Why.JOINED(vm=row.name)) if host else None
+    assert joined(here, row) == ([expected] if cleared else [])
+
+
+@pytest.mark.parametrize(
+    ("until", "rows", "expected"),
+    [
+        (UNIX + 1, [], {"h1"}),
+        (UNIX, [], set()),
+        (UNIX, [vm(V.STARTING, attempt=1)], {"h1"}),
+        (UNIX, [vm(V.PARKED, attempt=1)], {"h1"}),
+        (UNIX, [vm(V.PLANNED)], {"h1"}),
+        (UNIX, [vm(V.PARKED)], set()),
+        (UNIX, [vm(V.SERVING, attempt=1)], set()),
+        (UNIX, [vm(V.STARTING, attempt=1, image="other")], set()),
+        (UNIX, [vm(V.STARTING, attempt=1, host="h2")], set()),
+    ],
+)
+def test_a_host_is_avoided_until_its_time_and_while_one_vm_is_tried(
+    until: float, rows: list[Vm], expected: set[str]
+) -> None:
+    here = state(known_host(HostState.KNOWN, faults=(fault(until),)), *rows, now=NOW)
+    assert avoided(here, "slim", UNIX) == expected and not avoided(here, "other", UNIX)
+    assert is_tried(here, "h1", "slim") is bool(rows and expected)
+
+
+def test_a_host_that_is_tried_at_once_has_no_pause_and_no_failures_for_any_image() -> None:
+    host = known_host(HostState.KNOWN, faults=(fault(UNIX), OTHER_FAULT))
+    assert [(one.failures, one.until, one.image) for one in tried_at_once(host).faults] == [
+        (0, 0.0, "slim"), (0, 0.0, "other")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("faults", "whose"),
+    [((), ""), (("host",), "host"), (("host", "job"), "job"), (("host", ""), ""), (("", ""), "")],
+)
+def test_failed_vms_are_their_hosts_fault_if_all_are_and_the_jobs_if_one_is(
+    faults: tuple[Fault, ...], whose: str
+) -> None:
+    assert whose_fault([vm(V.GONE, id=n, fault=one) for n, one in enumerate(faults, 1)]) == whose
+
+
+def test_an_attempt_whose_vms_have_come_up_forgets_what_has_failed() -> None:
+    assert forget_hosts(attempt(A.SPAWNED, failed_on=("h1",), tries=2)) == attempt(A.SPAWNED)

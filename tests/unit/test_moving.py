@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from multiverse.core.capacity.room import room_of
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model.host import Drain, Host
-from multiverse.core.model.job import JobState, NodeState
+from multiverse.core.model.basics import Key, Size
+from multiverse.core.model.host import Claim, Drain, Host, ImageDisk
+from multiverse.core.model.job import AttemptState, Eviction, JobRef, JobState, NodeState, Request
 from multiverse.core.model.machine import MachineKind, why_other_machine
-from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.reason import Why
+from multiverse.core.model.saved import SavedState
+from multiverse.core.model.vm import Place, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.moving import follow_command, search_for
 from multiverse.core.rebalance.drains import why_stay
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from multiverse.service.hosts import Troubles, host_views
 from tests.unit.recorded_cpus import machine
+from tests.unit.rows import SOURCE, saved
 from tests.unit.test_places import Site
+from tests.unit.test_preemption import CROWDED, UNIX, Crowd, host
+from tests.unit.test_preemption import KIND as CROWD_KIND
 
-V = VmState
+A, V = AttemptState, VmState
 KIND = MachineKind("kvm", "Haswell", frozenset({"avx", "avx2"}), "7.2", "pc-q35-7.2", vendor="GenuineIntel")
 
 
@@ -311,3 +320,232 @@ def test_a_vm_moves_to_no_host_that_is_drained_before_its_job_has_surely_ended()
     site.jobs["7"] = site.jobs["7"]._replace(ends=now + 10)
     site.run()
     assert not order(site) and site.vm.state is V.MOVING
+
+
+# --- the search for a host, on single rows -------------------------------------------------------------
+
+
+def crowd(*hosts: Host, **job: Any) -> Crowd:
+    """Job 1 runs on h1, in a VM of two CPUs and 512 MiB."""
+    made = Crowd(list(hosts or (free("h1"), free("h2"))))
+    made.runs(1, cpus=2, memory=512, **job)
+    return made
+
+
+def free(name: str, cpus: int = 2, **more: Any) -> Host:
+    return replace(host(name, cpus, moves=True), **more)
+
+
+def refused(here: Crowd, **more: Any) -> str:
+    """Why VM 10 cannot leave its host; empty if it can."""
+    context = here.context if here.state is not None else Context(here.decide(), here.world(), here.policy)
+    try:
+        search_for(replace(context, **more), context.state.vms[10])
+    except Refused as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.SUSPENDED])
+def test_the_vm_of_a_job_that_runs_or_is_suspended_may_leave(state: JobState) -> None:
+    assert not refused(crowd(shown=state))
+
+
+RUNS_NONE, NOT_SHOWN = "VM mvtest0-10 runs no job now", "the scheduler does not show that job 1 runs"
+HIDDEN = {"world": replace(crowd().world(), scheduler=None)}
+
+
+@pytest.mark.parametrize(
+    ("here", "more", "why"),
+    [
+        (crowd(vms=V.MOVING), {}, "VM mvtest0-10 moves already"),
+        (crowd(vms=V.SETTLING), {}, "hosts h1 settle which of them keeps VM mvtest0-10"),
+        (crowd(vms=V.ASLEEP), {}, "VM mvtest0-10 sleeps: it goes on where it is"),
+        (crowd(vms=V.WAKING), {}, "VM mvtest0-10 sleeps: it goes on where it is"),
+        (crowd(vms=V.JOINED), {}, RUNS_NONE),
+        (crowd(vms=V.RELEASING), {}, RUNS_NONE),
+        (crowd(state=A.SPAWNED), {}, RUNS_NONE),
+        (crowd(shown=JobState.COMPLETING), {}, NOT_SHOWN),
+        (crowd(), HIDDEN, NOT_SHOWN),
+        (crowd(free("h1", moves=None)), {}, "no VM moves from host h1"),
+    ],
+)
+def test_a_vm_that_cannot_leave_now_says_why(here: Crowd, more: dict[str, Any], why: str) -> None:
+    assert refused(here, **more) == why
+
+
+def test_nor_can_one_without_an_attempt_or_whose_job_is_another_run_or_whose_host_is_away() -> None:
+    spare = crowd()
+    spare.change(1, attempt=None)
+    assert refused(spare) == RUNS_NONE
+    another = crowd()
+    another.jobs["1"] = another.jobs["1"]._replace(ref=JobRef("1", 501, 1))
+    assert refused(another) == NOT_SHOWN
+    away = crowd()
+    away.away = {"h1"}
+    assert refused(away) == "host h1 of VM mvtest0-10 is out of reach"
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "why"),
+    [
+        (SavedState.WRITING, {}, "job 1 is being saved or resumed"),
+        (SavedState.CAPTURING, {"checkpoint": True}, "job 1 is being saved or resumed"),
+        (SavedState.STORED, {"checkpoint": True}, ""),
+    ],
+)
+def test_the_vm_of_a_job_that_is_being_saved_stays_and_one_of_which_there_is_a_checkpoint_may_leave(
+    state: SavedState, more: dict[str, Any], why: str
+) -> None:
+    here = crowd()
+    here.rows.append(saved(state, id=7, job=JobRef("1", 501), vm=10, vm_name="mvtest0-10", **more))
+    assert refused(here) == why
+
+
+def test_the_vms_of_a_job_move_one_at_a_time() -> None:
+    here = Crowd([free("h1"), free("h2"), free("h3")])
+    here.runs(1, "h1", "h2")
+    row: Any = here.rows[-1]
+    here.change(1, state=V.MOVING, places=(row.place, Place("h3", SOURCE)))
+    assert refused(here) == "VM mvtest0-11 of the same job moves now"
+
+
+def test_as_many_vms_move_from_and_to_a_host_as_the_site_permits() -> None:
+    for at_once, why in ((1, "as many VMs as may move at once (move.at_once) move from or to host h1"), (2, "")):
+        for source, target in (("h1", "h2"), ("h2", "h1")):
+            here = crowd(free("h1", 4), free("h2", 4))
+            here.policy = replace(CROWDED, moves_at_once=at_once)
+            here.moves(3, source, target)
+            assert refused(here) == why
+
+
+def found(here: Crowd, name: str = "", **more: bool) -> tuple[str, Size] | None:
+    context = Context(here.decide(), here.world(), here.policy)
+    return search_for(context, context.state.vms[10]).find(name, room_of(context).copy(), **more)
+
+
+CLAIM = Size(2, 512 + 32)
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (free("h2"), ("h2", CLAIM)),
+        (free("h2", vm_overhead=50), ("h2", Size(2, 512 + 50))),
+        (free("h2", disks={"slim": ImageDisk(whole=700)}), ("h2", Size(2, 512 + 32, 700))),
+        (free("h2", capacity=Size(2, 256 + CLAIM.memory, 100)), ("h2", CLAIM)),
+        (free("h2", capacity=Size(2, 256 + CLAIM.memory - 1, 100)), None),
+        (free("h2", 1), None),
+        (free("h2", moves=None), None),
+        (free("h2", images={}), None),
+        (free("h2", moves=replace(CROWD_KIND, release="8.2")), None),
+    ],
+)
+def test_a_vm_goes_where_it_has_room_and_claims_what_that_host_takes(
+    second: Host, expected: tuple[str, Size] | None
+) -> None:
+    here = crowd(free("h1", 9), second)
+    assert found(here) == found(here, "h2") == expected
+    assert found(here, "h1") is None and found(here, "h3") is None
+
+
+def test_it_goes_to_no_host_where_its_job_wants_no_more_of_its_vms_or_that_is_drained_before_it_ends() -> None:
+    for per_host, expected in ((0, "h2"), (1, None)):
+        here = Crowd([free("h1"), free("h2", 9)])
+        here.runs(1, "h1", "h2")
+        here.change(3, request=Request(2, Size(1, 100), per_host=per_host))
+        there = found(here)
+        assert (there[0] if there else None) == expected
+    here = crowd()
+    state = here.decide()
+    state.drains["h2"] = Drain(UNIX + 60)
+    state.close_hosts(frozenset(), frozenset({"h2"}))
+    assert search_for(here.context, state.vms[10]).find("", room_of(here.context).copy()) is None
+
+
+def test_hosts_from_or_to_which_many_move_are_asked_only_if_that_is_wanted() -> None:
+    here = crowd(free("h1"), free("h2", 9), free("h3"))
+    here.policy = replace(CROWDED, moves_at_once=1)
+    here.moves(3, "h3", "h2")
+    here.claims.append(Claim(Key("vm", 77), "h3", Size(2, 100)))
+    assert found(here) is None and found(here, busy=True) == ("h2", CLAIM)
+
+
+def test_what_begins_is_a_move_with_an_eviction_and_a_claim_and_takes_the_room() -> None:
+    here = crowd()
+    context = Context(here.decide(), here.world(), here.policy)
+    why, row = Why.HOST_DRAINED(host="h1"), context.state.vms[10]
+    assert search_for(context, row).begin("", why)
+    (made,) = context.state.moves
+    assert made.make == (Claim(row.key, "h2", CLAIM),)
+    begun, noted = made.changes
+    assert (begun.event, noted.event, noted.reason) == (Event.MOVE, Event.NOTED, why)
+    assert begun.reason is not None and begun.reason.because == (why,)
+    moving, attempt = context.state.vms[10], context.state.attempts[1]
+    assert (moving.state, moving.places) == (V.MOVING, (row.place, Place("h2", SOURCE)))
+    assert attempt.evictions == (Eviction(UNIX, "move", "h1", why, 512),)
+    assert room_of(context).free["h2"][0] == 0
+    full_up = crowd(free("h1"), free("h2", 1))
+    context = Context(full_up.decide(), full_up.world(), full_up.policy)
+    assert not search_for(context, context.state.vms[10]).begin("", why) and not context.state.moves
+
+
+def test_a_refusal_says_what_the_first_hosts_lack_and_that_there_are_others() -> None:
+    hosts = [free("h1"), free("h2", 1), free("h3", moves=None), free("h4", images={}), free("h5", 1)]
+    for more, others in (([], ""), ([free("h6", 1)], "; and others")):
+        here = crowd(*hosts, *more)
+        context = Context(here.decide(), here.world(), here.policy)
+        said = search_for(context, context.state.vms[10]).refusal("").message
+        assert said == (
+            "VM mvtest0-10 cannot move to another host: h2: it has no room; h3: no VM moves to it (move.enabled); "
+            f"h4: it has no image slim; h5: it has no room{others}"
+        )
+    alone = crowd(free("h1"))
+    context = Context(alone.decide(), alone.world(), alone.policy)
+    assert search_for(context, context.state.vms[10]).refusal("").message == "VM mvtest0-10 cannot move to another host"
+
+
+def why_not(here: Crowd, closed: str = "", name: str = "h2") -> str:
+    state = here.decide()
+    state.close_hosts(frozenset({closed} - {""}), frozenset())
+    said = search_for(here.context, state.vms[10]).refusal(name).message
+    return said.removeprefix(f"VM mvtest0-10 cannot move to host {name}: {name}: ")
+
+
+def test_a_host_that_is_named_says_what_it_lacks() -> None:
+    away = crowd()
+    away.away = {"h2"}
+    assert why_not(away) == "it is out of reach" and why_not(away, name="h7") == "there is no such host"
+    assert why_not(crowd(), name="h1") == "the VM is there"
+    assert why_not(crowd(), closed="h2") == "it takes no VMs now"
+    busy = crowd(free("h1"), free("h2", 9), free("h3"))
+    busy.policy = replace(CROWDED, moves_at_once=1)
+    busy.moves(3, "h3", "h2")
+    assert why_not(busy) == "as many VMs as may move at once (move.at_once) move from or to host h2"
+    limited = Crowd([free("h1"), free("h2", 9)])
+    limited.runs(1, "h1", "h2")
+    limited.change(3, request=Request(2, Size(1, 100), per_host=1))
+    assert why_not(limited) == "its job wants no more of its VMs on one host"
+    limited.change(3, request=Request(2, Size(1, 100), per_host=2))
+    assert why_not(limited) == "it has no room", "which was not asked"
+
+
+def ordered(here: Crowd, name: str, to: str = "") -> str:
+    """What a command is answered: empty, or why it is refused."""
+    context = Context(here.decide(), here.world(), here.policy)
+    follow_command(context, Command("move", to, job=name))
+    return "; ".join(error.message for _, error in context.state.refusals)
+
+
+def test_a_command_means_a_vm_by_its_name_or_the_only_one_of_a_job_that_runs() -> None:
+    assert not ordered(crowd(), "mvtest0-10", "h2")
+    here = crowd()
+    assert not ordered(here, "1")
+    assert [one.why for one in here.context.state.attempts[1].evictions] == [Why.OPERATOR()]
+    two = Crowd([free("h1"), free("h2")])
+    two.runs(1, "h1", "h2")
+    assert ordered(two, "1") == "job 1 has several VMs: mvtest0-10 on h1, mvtest0-11 on h2"
+    assert ordered(crowd(state=A.SPAWNED), "1") == "job 1 runs in no VM"
+    assert ordered(crowd(vms=V.LOST), "1") == "job 1 runs in no VM"
+    assert ordered(crowd(), "mv-9") == "no VM is mv-9"
+    assert ordered(crowd(), "1", "h9").endswith("h9: there is no such host")

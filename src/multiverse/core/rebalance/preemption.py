@@ -275,7 +275,6 @@ def _cheapest(
                 room.give(name, claim)
         room.take(host, needs[host])
         placed[host] += 1
-        stale.add(host)
     return list(chosen.values())
 
 
