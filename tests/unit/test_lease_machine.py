@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.machines.lease import TOLD_WITHIN, may_leave, pilots_of, step_lease, unexplained_pilots
+from multiverse.core.machines.lease import (
+    TOLD_WITHIN,
+    may_leave,
+    pilots_of,
+    release_lease,
+    step_lease,
+    unexplained_pilots,
+)
 from multiverse.core.model.basics import Key, Size
 from multiverse.core.model.host import Claim, Host, HostState, HypervisorView, KnownHost
 from multiverse.core.model.job import Lease, LeaseState, PilotSeen, PilotState, SchedulerView
@@ -104,6 +111,13 @@ def test_nothing_is_concluded_of_a_quarantined_lease_or_while_the_scheduler_is_u
     assert Stepped(of(L.IDLE, quarantined="it is odd"), pilots=ended).events == []
     assert Stepped(of(L.IDLE), pilots=ended, known=False).events == []
     assert Stepped(of(L.IDLE, id=2), pilots=ended).events == [], "a lease that is gone"
+
+
+def test_a_lease_that_is_given_back_is_quarantined_no_more() -> None:
+    """Its pilot is cancelled whatever was wrong with it."""
+    change = release_lease(of(L.WAITING, quarantined="it is odd"), Event.FAILED, Why.AGENT_SILENT())
+    assert isinstance(change.row, Lease) and change.row.quarantined is None
+    assert change.row.reason == change.reason == Why.AGENT_SILENT()
 
 
 # --- before its pilot runs -----------------------------------------------------------------------------
