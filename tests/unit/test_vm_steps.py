@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.machines.vm import is_occupied, may_take_job, step_vm, vm_is_settled
+from multiverse.core.machines.vm import (
+    adopt_vm,
+    end_vm,
+    is_occupied,
+    keep_vm_there,
+    may_take_job,
+    move_vm,
+    plan_vm,
+    release_vm,
+    retire_vm,
+    step_vm,
+    take_vm,
+    vm_is_settled,
+)
 from multiverse.core.model.basics import ClaimKey, Depth, Key, Size
 from multiverse.core.model.host import Claim, Host, HostState, HypervisorView, KnownHost
 from multiverse.core.model.job import (
@@ -22,11 +35,12 @@ from multiverse.core.model.job import (
     SchedulerView,
 )
 from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.saved import SavedState
 from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
 from multiverse.core.model.world import Observation, Row, Seen, World
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import attempt, changes_of, place, state, vm
+from tests.unit.rows import attempt, changes_of, place, saved, state, vm
 
 A, C, J, N, V = AttemptState, VmCondition, JobState, NodeState, VmState
 NOW, SINCE = 1000.0, 900.0
@@ -71,12 +85,13 @@ class Sight:
         claims = [Claim(row.key, one.host, Size(1, 256)) for one in row.places]
         here = state(row, *others, *hosts, now=NOW, claims=claims)
         step_vm(here, row.id, self.world, POLICY)
-        return Stepped(changes_of(here.moves), [key for move in here.moves for key in move.free])
+        freed, made = [key for move in here.moves for key in move.free], [c for move in here.moves for c in move.make]
+        return Stepped(changes_of(here.moves), freed, made)
 
 
 class Stepped:
-    def __init__(self, changes: list[Change], freed: list[ClaimKey]) -> None:
-        self.changes, self.freed = changes, [key.domain for key in freed]
+    def __init__(self, changes: list[Change], freed: list[ClaimKey], made: list[Claim]) -> None:
+        self.changes, self.freed, self.made = changes, [key.domain for key in freed], made
 
     @property
     def row(self) -> Vm:
@@ -111,6 +126,33 @@ def runs(row: Attempt) -> Job:
 
 
 ALLOCATED = attempt(A.ALLOCATED)
+
+
+# --- changes -------------------------------------------------------------------------------------------
+
+
+def test_what_a_change_makes_of_a_vm_and_what_the_journal_says() -> None:
+    odd, target = said("it is odd"), place("h2", "h2")
+    row = one(V.JOINED, reason=Why.VM_DIED(), quarantined=odd)
+    for change, event, after, reason, quarantined in (
+        (plan_vm(one(V.PLANNED), Why.OPERATOR()), Event.PLANNED, V.PLANNED, None, None),
+        (adopt_vm(row, Why.OPERATOR()), Event.FOUND, V.ORPHAN, Why.VM_DIED(), odd),
+        (retire_vm(row, Why.OPERATOR()), Event.RETIRED, V.RETIRING, Why.OPERATOR(), odd),
+        (take_vm(row, ALLOCATED, Why.OPERATOR()), Event.TAKEN, V.JOINED, None, odd),
+        (take_vm(one(V.RETIRING), ALLOCATED, Why.OPERATOR()), Event.TAKEN, V.JOINED, None, None),
+        (take_vm(one(V.PARKED), ALLOCATED, Why.OPERATOR()), Event.TAKEN, V.PARKED, None, None),
+        (release_vm(row, Why.OPERATOR()), Event.RELEASED, V.RELEASING, Why.VM_DIED(), None),
+        (release_vm(row, Why.OPERATOR(), occupied=True), Event.RELEASED, V.ENDING, Why.VM_DIED(), None),
+        (release_vm(one(V.DEAD), Why.OPERATOR()), Event.RELEASED, V.REMOVING, None, None),
+        (end_vm(row, Event.FENCED, Why.OPERATOR()), Event.FENCED, V.ENDING, Why.OPERATOR(), None),
+        (keep_vm_there(moving(), Why.OPERATOR()), Event.STAYED, V.SETTLING, None, None),
+    ):
+        assert isinstance(change.row, Vm) and (change.event, change.reason) == (event, Why.OPERATOR())
+        assert (change.row.state, change.row.reason, change.row.quarantined) == (after, reason, quarantined)
+        assert change.event is not Event.TAKEN or change.row.attempt == ALLOCATED.id
+    moved = move_vm(one(V.SERVING, moves=2), target, Why.OPERATOR())
+    assert isinstance(moved.row, Vm) and (moved.event, moved.row.state, moved.row.moves) == (Event.MOVE, V.MOVING, 3)
+    assert moved.reason == Why.MOVES(Why.OPERATOR(), hosts=["h1", "h2"]) and moved.row.places[1] == target
 
 
 # --- at two places -------------------------------------------------------------------------------------
@@ -167,7 +209,7 @@ def test_a_move_that_has_not_ended_in_time_is_given_up(at: dict[str, VmCondition
 @pytest.mark.parametrize(
     ("row", "at", "expected"),
     [
-        (moving(), {"h1": C.RUNNING, "h2": GONE}, (Event.STAYED, V.SERVING, Why.NOT_THERE, None)),
+        (moving(reason=Why.MOVE_LATE()), {"h1": C.RUNNING, "h2": GONE}, (Event.STAYED, V.SERVING, Why.NOT_THERE, None)),
         (moving(V.SETTLING), {"h1": C.RUNNING, "h2": GONE}, (Event.PLACE_LEFT, V.SERVING, Why.NOT_THERE, None)),
         (moving(V.SETTLING), {"h1": GONE, "h2": C.RUNNING}, (Event.PLACE_LEFT, V.SERVING, Why.NOT_THERE, None)),
         (moving(), {"h1": GONE, "h2": C.DEAD}, (Event.LOST, V.LOST, Why.NOT_THERE, Why.VM_DIED)),
@@ -245,9 +287,18 @@ def test_a_lost_vm_whose_guest_was_to_learn_of_the_user_goes_on_if_it_has() -> N
 
 
 def test_a_vm_that_was_lost_at_two_places_goes_on_first_where_it_runs() -> None:
-    found = Sight({"h1": C.CREATING, "h2": C.RUNNING}, ended=NOW - 1.0).step(moving(V.LOST), ALLOCATED)
+    lost = moving(V.LOST, reason=Why.HOST_AWAY())
+    found = Sight({"h1": C.CREATING, "h2": C.RUNNING}, ended=NOW - 1.0).step(lost, ALLOCATED)
     assert found.what == (Event.FOUND, V.SETTLING, Why.RUNS_ON, None)
     assert [one.host for one in found.row.places] == ["h2", "h1"]
+
+
+@pytest.mark.parametrize("left", [None, 33.0])
+def test_a_lost_vm_that_was_to_wake_wakes_again(left: float | None) -> None:
+    row = one(V.LOST, attempt=1, runs=True, left=left)
+    found = Sight().step(row, ALLOCATED)
+    assert found.what is not None and found.what[:3] == (Event.WAKE, V.WAKING, Why.RUNS_ON)
+    assert (found.row.runs, found.row.left) == (True, left)
 
 
 # --- coming up -----------------------------------------------------------------------------------------
@@ -338,6 +389,18 @@ def test_a_vm_of_which_only_a_node_is_left_claims_nothing(
     assert stepped.freed == (["h1"] if event else [])
     early = Sight({"h1": GONE}, node=node, ended=SINCE + 1.0, began={"scheduler": SINCE + 1.0})
     assert early.step(one(leaving, attempt=1), row).what is None
+
+
+@pytest.mark.parametrize("node", [None, N.DOWN])
+@pytest.mark.parametrize(("kept", "claimed"), [("h1", True), ("", False)])
+def test_a_vm_that_was_to_go_on_as_it_is_kept_in_memory_leaves_its_claim_to_the_saved_job(
+    node: NodeState | None, kept: str, claimed: bool
+) -> None:
+    its_state = saved(SavedState.STORED, kept=kept)
+    sight = Sight({"h1": GONE}, node=node, ended=SINCE + 1.0)
+    stepped = sight.step(one(V.RELEASING, saved=its_state.name), its_state)
+    assert stepped.what is not None and stepped.freed == ["h1"]
+    assert stepped.made == ([Claim(its_state.key, "h1", Size(1, 256))] if claimed else [])
 
 
 def test_the_node_of_a_spare_is_left_alone_while_a_job_is_tied_to_it() -> None:
@@ -477,11 +540,29 @@ def test_what_becomes_of_an_orphan() -> None:
         (one(V.SERVING), Sight({"h1": AWAY}), False),
         (one(V.LOST), Sight({"h1": AWAY}), True),
         (one(V.LOST), Sight({"h1": AWAY}, fenced=("h1",)), False),
+        (moving(V.LOST), Sight({"h1": AWAY, "h2": AWAY}), False),
     ],
 )
 def test_a_vm_rests_where_neither_time_nor_an_equal_observation_moves_it(row: Vm, shown: Sight, rests: bool) -> None:
     hosts = [KnownHost(name, name, HostState.FENCED, id=9, version=1) for name in shown.fenced]
     assert vm_is_settled(state(row, *hosts, now=NOW), row, shown.world) is rests
+
+
+@pytest.mark.parametrize(
+    ("before", "began", "ended", "left"),
+    [
+        (V.ENDING, NOW, None, False),  # its destruction has not begun, as far as this controller knows
+        (V.LOST, NOW, None, True),  # it has no effect
+        (V.ENDING, SINCE + 1.0, SINCE + 1.0, False),
+        (V.ENDING, SINCE + 1.1, SINCE + 1.0, True),
+        (V.LOST, SINCE, None, False),
+    ],
+)
+def test_a_vm_leaves_a_place_only_by_an_observation_after_its_effects(
+    before: VmState, began: float, ended: float | None, left: bool
+) -> None:
+    sight = Sight({"h1": GONE, "h2": C.CREATING}, began={"h1": began}, ended=ended, known=False)
+    assert sight.step(moving(before, attempt=None)).freed == (["h1"] if left else [])
 
 
 def test_a_vm_goes_by_the_place_where_it_runs_and_one_that_ends_by_the_host_that_can_end_it() -> None:
