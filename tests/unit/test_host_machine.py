@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 
+from multiverse.core.context import Context
 from multiverse.core.errors import Unknown
+from multiverse.core.machines.host import add_host, end_drain, remove_host, resume_host, return_host
 from multiverse.core.machines.tables import TABLES, permitted_effects
 from multiverse.core.model.basics import Key, Size
-from multiverse.core.model.host import Drain, Host, HostState, HypervisorView, KnownHost
+from multiverse.core.model.host import Drain, Host, HostFault, HostState, HypervisorView, KnownHost
 from multiverse.core.model.job import (
     WAITING_STATES,
     Attempt,
@@ -21,13 +23,14 @@ from multiverse.core.model.job import (
     NodeState,
     SchedulerView,
 )
-from multiverse.core.model.reason import text_of
+from multiverse.core.model.reason import Reason, Why, said, text_of
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
+from multiverse.core.rebalance.maintenance import follow_maintenance
 from multiverse.core.state import State
-from multiverse.core.transition import Command, Done, EffectKind, Event, Message
+from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Message
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import IMAGES, attempt, changes_of, rows, vm
 
@@ -80,7 +83,9 @@ class Site:
     def run(self, *messages: Message, seconds: float = 0.0) -> list[tuple[Key, Event]]:
         self.now += seconds
         moves = plan(self.state, self.world(), list(messages), self.now, self.policy)
-        return [(change.row.key, change.event) for change in changes_of(moves) if change.row.key.kind in ("host", "vm")]
+        changes = [change for change in changes_of(moves) if change.row.key.kind in ("host", "vm")]
+        assert all(change.reason for change in changes if change.row.key.kind == "host"), "the journal says why"
+        return [(change.row.key, change.event) for change in changes]
 
     @property
     def host(self) -> KnownHost:
@@ -112,11 +117,24 @@ def test_a_silent_host_whose_vms_the_scheduler_does_not_reach_is_fenced_by_comma
 
 def test_a_host_is_silent_for_a_while_before_it_is_fenced() -> None:
     site = Site()
-    site.silent["h1"] = NOW - POLICY.silence + 1
+    site.silent["h1"] = NOW - POLICY.silence
     assert site.run() == []
-    assert site.run(seconds=2) == [(Key("host", 1), Event.SILENT)] and site.effects() == []
-    assert site.run(seconds=30) == []
-    assert site.run(seconds=20) == [(Key("host", 1), Event.FENCE)]
+    assert site.run(seconds=1) == [(Key("host", 1), Event.SILENT)] and site.effects() == []
+    assert site.run(seconds=FENCES.fence_after - POLICY.silence - 1) == []
+    assert site.run(seconds=1) == [(Key("host", 1), Event.FENCE)]
+
+
+def test_a_host_of_which_something_was_heard_meanwhile_is_not_silent_any_more() -> None:
+    site = Site()
+    site.run()
+    site.silent["h1"] = NOW - POLICY.silence
+    assert site.run() == [(Key("host", 1), Event.FOUND)]
+    assert (site.host.state, site.host.reason) == (H.KNOWN, None)
+
+
+def test_a_host_that_is_quarantined_is_left_alone() -> None:
+    site = Site(known(quarantined=said("it is odd")), known("h2"), known("h3"))
+    assert site.run() == [] and site.host.state is H.KNOWN
 
 
 @pytest.mark.parametrize(
@@ -279,10 +297,17 @@ def test_a_host_whose_agent_ends_its_vms_counts_as_fenced_some_time_after_that()
     fences_itself = replace(host, value=replace(host.value, self_fence=600.0))
     site = Site(fences_itself, policy=replace(FENCES, fences=False))
     assert site.run() == [(Key("host", 1), Event.SILENT)]
-    assert site.run(seconds=600 + 119) == [], "not by the time that it is silent, but since its nodes are not reached"
-    found = site.run(seconds=2)
+    assert site.run(seconds=600 + 120) == [], "not by the time that it is silent, but since its nodes are not reached"
+    found = site.run(seconds=1)
     assert found == [(Key("host", 1), Event.FENCED), (Key("vm", 1), Event.FENCED)]
     assert "by itself" in text_of(site.host.reason)
+
+
+def test_a_host_that_was_never_seen_does_not_end_its_vms_itself() -> None:
+    never = KnownHost("h1", "h1", id=1)
+    site = Site(never, policy=replace(FENCES, fences=False))
+    assert site.run() == [(Key("host", 1), Event.SILENT)]
+    assert site.run(seconds=1e5) == [] and not site.host.quarantined
 
 
 def test_a_node_that_answers_in_between_gives_such_a_host_its_whole_time_again() -> None:
@@ -296,6 +321,46 @@ def test_a_node_that_answers_in_between_gives_such_a_host_its_whole_time_again()
     assert site.run(seconds=1) == [(Key("host", 1), Event.SILENT)]
     assert site.run(seconds=700) == []
     assert site.run(seconds=21)[0] == (Key("host", 1), Event.FENCED)
+
+
+# --- what is over is forgotten ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "event", "after", "reason", "avoided_until"),
+    [
+        (add_host, Event.ADDED, H.KNOWN, None, []),
+        (resume_host, Event.RESUMED, H.KNOWN, None, [0.0]),
+        (remove_host, Event.REMOVED, H.REMOVED, None, [NOW]),
+        (return_host, Event.GIVEN_BACK, H.RETURNED, Why.IS_SILENT(), [NOW]),
+        (end_drain, Event.DRAINED, H.SILENT, Why.IS_SILENT(), [NOW]),
+    ],
+)
+def test_what_is_over_of_a_host_is_forgotten_and_the_journal_says_why(
+    change: Callable[[KnownHost, Reason], Change],
+    event: Event,
+    after: HostState,
+    reason: Reason | None,
+    avoided_until: list[float],
+) -> None:
+    faults = (HostFault("slim", 1, NOW, Why.VM_DIED()),)
+    made = change(known(state=H.SILENT, reason=Why.IS_SILENT(), drain=Drain(), faults=faults), Why.OPERATOR())
+    assert isinstance(made.row, KnownHost) and (made.event, made.reason) == (event, Why.OPERATOR())
+    assert (made.row.name, made.row.state, made.row.reason, made.row.drain) == ("h1", after, reason, None)
+    assert [one.until for one in made.row.faults] == avoided_until
+
+
+def test_the_drain_for_a_maintenance_that_is_over_ends_and_an_operators_stays() -> None:
+    def drained(drain: Drain) -> list[Change]:
+        site = Site(known(drain=drain), vms=(), attempts=())
+        site.state.begin(NOW, {})
+        follow_maintenance(Context(site.state, site.world(), POLICY))
+        return changes_of(site.state.moves)
+
+    (change,) = drained(Drain(0.0, "maintenance", reservation="disks"))
+    assert change.event is Event.DRAINED and isinstance(change.row, KnownHost) and change.row.drain is None
+    assert change.reason == Why.MAINTENANCE_OVER(name="disks")
+    assert drained(Drain(0.0, "a fan")) == []
 
 
 # --- the whole way ---------------------------------------------------------------------------------

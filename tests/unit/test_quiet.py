@@ -8,18 +8,22 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.model.basics import Depth, Size
-from multiverse.core.model.host import Drain
+from multiverse.core.model.host import Drain, HostState
+from multiverse.core.model.job import AttemptState, LeaseState
+from multiverse.core.model.saved import SavedSeen, SavedState
 from multiverse.core.model.usage import Load
-from multiverse.core.model.vm import VmCondition
-from multiverse.core.model.world import Observation
+from multiverse.core.model.vm import TemplateState, VmCondition, VmState
+from multiverse.core.model.world import Observation, Row
 from multiverse.core.policy import Pool
 from multiverse.core.quiet import can_wait, expected_sources
+from multiverse.core.rows import DirtyRows
+from multiverse.core.state import State
 from multiverse_lab.bench.clusters import ClusterSpec, PolicyChoice, run_cluster
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.scenario import Arrival
 from multiverse_lab.simulation.workload import WorkloadTotals
 from tests.unit.planner_harness import POLICY, PlannerHarness
-from tests.unit.rows import SOURCE
+from tests.unit.rows import SOURCE, attempt, known_host, lease, place, saved, state, template, vm
 
 
 def serving() -> PlannerHarness:
@@ -65,6 +69,10 @@ def freeze_its_job(harness: PlannerHarness) -> None:
     harness.vms[vm_of(harness)] = replace(harness.vms[vm_of(harness)], frozen=True)
 
 
+def freeze_its_job_soon(harness: PlannerHarness) -> None:
+    harness.vms[vm_of(harness)] = replace(harness.vms[vm_of(harness)], freezing=True)
+
+
 def lose_its_vm(harness: PlannerHarness) -> None:
     harness.vms.clear()
 
@@ -105,8 +113,8 @@ def show_a_stranger(harness: PlannerHarness) -> None:
 
 
 MATTERS = [
-    let_its_vm_die, freeze_its_job, lose_its_vm, lose_its_template, grow_the_host, show_another_host, drain_the_host,
-    keep_a_pool, let_a_job_wait, end_the_job, show_a_stranger,
+    let_its_vm_die, freeze_its_job, freeze_its_job_soon, lose_its_vm, lose_its_template, grow_the_host,
+    show_another_host, drain_the_host, keep_a_pool, let_a_job_wait, end_the_job, show_a_stranger,
 ]  # fmt: skip
 
 
@@ -123,6 +131,67 @@ def test_a_source_that_was_or_is_unknown_cannot_wait() -> None:
     assert not can_wait(Observation(None, 0.0), latest)
     assert not can_wait(harness.world.sources[SOURCE], None)
     assert not can_wait(None, latest)
+
+
+def test_an_observation_that_was_told_before_can_wait() -> None:
+    harness = serving()
+    told = harness.world.sources[SOURCE]
+    assert told.latest is not None and can_wait(told, told.latest)
+    harness.vms[vm_of(harness)] = replace(harness.vms[vm_of(harness)], frozen=True)
+    harness.observe()
+    frozen = harness.world.sources[SOURCE]
+    assert can_wait(frozen, frozen.latest), "the last pass was told that the job is frozen"
+    harness.observe()
+    assert not can_wait(frozen, harness.world.sources[SOURCE].latest), "and is told again, as its rows may differ"
+
+
+def test_an_observation_that_shows_another_saved_job_cannot_wait() -> None:
+    told = serving().world.sources[SOURCE]
+    assert told.latest is not None
+    seen = SavedSeen("mvtest0-9", "token", 46 << 20, "shared")
+    more = replace(told.latest, value=replace(told.latest.value, saved={"mvtest0-9": seen}))
+    assert not can_wait(told, more)
+
+
+def at_rest(*rows: Row) -> State:
+    """A state in which no row is to be looked at."""
+    here = state(*rows)
+    here.queue.take_unchecked()
+    here.dirty = DirtyRows()
+    return here
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lease(LeaseState.IDLE),
+        saved(SavedState.STORED),
+        *(known_host(one) for one in (HostState.SILENT, HostState.FENCING, HostState.FENCED)),
+        *(vm(one) for one in (VmState.ASLEEP, VmState.DELAYED)),
+    ],
+    ids=lambda row: f"{row.key.kind} {row.state}",
+)
+def test_while_something_waits_for_room_or_for_any_host_all_sources_are_expected(row: Row) -> None:
+    assert expected_sources(at_rest(vm(VmState.SERVING, id=2)), POLICY) == set()
+    assert expected_sources(at_rest(row), POLICY) is None
+
+
+def test_while_a_source_is_silent_or_shows_what_has_no_row_all_sources_are_expected() -> None:
+    silent, stray, unexplained = at_rest(), at_rest(), at_rest()
+    silent.compared.silent.add(SOURCE)
+    stray.compared.stray[SOURCE] = ("mvtest0-7",)
+    unexplained.compared.unexplained.add(("mvtest0-7", SOURCE))
+    assert [expected_sources(one, POLICY) for one in (silent, stray, unexplained)] == [None] * 3
+
+
+def test_the_sources_of_rows_that_are_looked_at_again_are_expected() -> None:
+    moving = vm(VmState.MOVING, places=(place("h1", "a"), place("h2", "b")))
+    of_job, of_unread = (vm(VmState.SERVING, id=id_, attempt=id_, source=f"of {id_}") for id_ in (2, 3))
+    jobs = [attempt(AttemptState.ALLOCATED, id=id_, job=str(id_)) for id_ in (2, 3)]
+    here = at_rest(moving, of_job, of_unread, *jobs, template(TemplateState.BUILDING, source="builds"))
+    gone = 99  # what is gone was looked at and is not any more
+    here.dirty = DirtyRows(attempts={2, gone}, unread={3}, vms={1, gone}, templates={1, gone})
+    assert expected_sources(here, POLICY) == {"a", "b", "of 2", "of 3", "builds"}
 
 
 def test_idle_hosts_make_no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
