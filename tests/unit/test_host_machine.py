@@ -9,7 +9,15 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Unknown
-from multiverse.core.machines.host import add_host, end_drain, remove_host, resume_host, return_host
+from multiverse.core.machines.host import (
+    add_host,
+    end_drain,
+    held_back,
+    remove_host,
+    resume_host,
+    return_host,
+    silent_since,
+)
 from multiverse.core.machines.tables import TABLES, permitted_effects
 from multiverse.core.model.basics import Key, Size
 from multiverse.core.model.host import Drain, Host, HostFault, HostState, HypervisorView, KnownHost
@@ -262,6 +270,21 @@ def test_a_fence_that_is_under_way_is_held_back_when_most_hosts_turn_silent() ->
     assert site.run() == [(Key("host", 1), Event.HELD_BACK)] and site.effects() == []
     del site.silent["h2"]
     assert site.run() == [(Key("host", 1), Event.FENCE)]
+
+
+def test_why_silent_hosts_are_not_fenced_is_told_of_those_that_the_command_could_fence() -> None:
+    site = Site(known(state=H.SILENT), known("h2"), known("h3"))
+    assert held_back(site.state, site.world(), FENCES) == {}
+    site.silent["h2"] = 0.0
+    few = Why.FEW_IN_SIGHT(shown=1, total=3)
+    assert held_back(site.state, site.world(), FENCES) == {"h1": few}
+    assert held_back(site.state, site.world(), replace(FENCES, here="h1")) == {"h1": Why.CONTROLLER_THERE()}
+    assert held_back(site.state, site.world(), replace(FENCES, fences=False)) == {}
+
+
+def test_a_host_to_which_nobody_listens_is_not_silent() -> None:
+    assert silent_since(known(), World()) == float("inf")
+    assert silent_since(known(), Site().world()) == 0.0 and silent_since(known("h2"), Site().world()) == float("inf")
 
 
 # --- twice, late, to a successor, without a reply --------------------------------------------------

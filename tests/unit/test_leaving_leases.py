@@ -429,7 +429,9 @@ def test_a_job_moves_off_a_lease_that_ends_if_another_host_takes_it() -> None:
     site.job(name, cpus=3)
     site.job(name, cpus=3, memory=600)
     (step,) = site.left()
-    assert (step.attempt.id, step.to, step.memory) == (1, "h1", 500), "its room is not free for the other one"
+    assert (step.method, step.attempt.id, step.to, step.memory) == (Method.LEASE_END, 1, "h1", 500), (
+        "its room is not free for the other one"
+    )
     site.hosts["h1"] = host("h1", 6)
     assert site.leaves() == [(1, "h1"), (2, "h1")]
 
@@ -508,3 +510,38 @@ def test_a_job_that_is_busy_or_does_not_run_is_passed_over() -> None:
     )  # fmt: skip
     site.rows.append(capturing)
     assert site.leaves() == [(2, "")]
+    site, name = ending(13.0)  # for 1000 MiB
+    site.job(name, memory=900, ran=2000.0)
+    site.job(name, memory=1000)
+    site.rows.append(capturing)
+    assert site.leaves() == [(2, "")], "a checkpoint takes none of the time"
+
+
+def test_a_job_that_cannot_leave_keeps_no_other_one() -> None:
+    site, name = ending(60.0)
+    site.job(name)
+    site.job(name)
+    site.jobs["1"] = site.jobs["1"]._replace(batch=False)
+    assert site.leaves() == [(2, "")], "the scheduler cannot queue a job of salloc again"
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(500, [(2, "")]), (501, [])])
+def test_what_is_still_to_be_sent_of_a_vm_that_moves_takes_of_the_time(
+    memory: int, expected: list[tuple[int, str]]
+) -> None:
+    """It has sent 200 of its 700 MiB; there is time for 1000."""
+    site, name = ending(13.0, own=8)
+    site.job(name, memory=700)
+    site.job(name, memory=memory)
+    row = next(row for row in site.rows if isinstance(row, Vm) and row.id == 1)
+    site.change(Vm, 1, state=V.MOVING, since=NOW - 2.0, places=(row.place, rows.place("h1", "h1")))
+    site.claims.append(Claim(Key("vm", 1), "h1", Size(1, 700)))
+    assert site.leaves() == expected
+
+
+def test_what_is_on_a_lease_counts_not_its_number() -> None:
+    site = Site()
+    more_used, less = site.lease(), site.lease()
+    site.job(more_used, memory=1000)
+    site.job(less, memory=500)
+    assert site.packs() == {2: more_used}
